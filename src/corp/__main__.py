@@ -1,0 +1,5 @@
+"""python -m corp"""
+
+from corp.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Where the sites are in a given library: one small file per model family. Adapters point, they never compute."""

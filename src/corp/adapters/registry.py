@@ -1,0 +1,131 @@
+"""Which adapter knows a model, and what it finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from corp.errors import CorpError, ModelError
+from corp.sites import AttentionSite, MLPSite, Refusal, Rows, Site, Sites
+
+Finding: TypeAlias = Site | Refusal
+Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """`find` maps a model to its sites, or to None where the model is not its kind.
+
+    `identify` says how to rebuild the model without its weights (plain JSON values), `rebuild` does so;
+    a model without them is saved all the same, and loaded into a dense model that the user gives.
+    """
+
+    name: str
+    find: Find
+    identify: Callable[[nn.Module], dict[str, Any] | None] | None = None
+    rebuild: Callable[[dict[str, Any]], nn.Module] | None = None
+
+
+_registered: dict[str, Adapter] = {}
+_built_in = {"timm": "corp.adapters.timm_vit"}  # package of the model's class -> module with its ADAPTER
+
+
+def register_adapter(
+    name: str,
+    find: Find,
+    *,
+    identify: Callable[[nn.Module], dict[str, Any] | None] | None = None,
+    rebuild: Callable[[dict[str, Any]], nn.Module] | None = None,
+) -> None:
+    """Teach corp a model family: `find(model)` returns its sites, or None if the model is another's.
+
+    Adapters registered later are asked first, and before the built-in ones; a name registered again is replaced.
+    """
+    if not callable(find):
+        raise ModelError(f"adapter {name!r}: find must be a function from a model to its sites, not {find!r}")
+    _registered.pop(name, None)
+    _registered[name] = Adapter(name, find, identify, rebuild)
+
+
+def adapters_for(module: nn.Module) -> list[Adapter]:
+    """The user's adapters, newest first, then the built-in one of the library that the class comes from."""
+    packages = dict.fromkeys(cls.__module__.partition(".")[0] for cls in type(module).__mro__)
+    built_in = [adapter_named(package) for package in packages if package in _built_in]
+    return [*reversed(_registered.values()), *built_in]
+
+
+def adapter_named(name: str) -> Adapter:
+    """The adapter `name`: one the user registered, or the built-in one of that library."""
+    if name in _registered:
+        return _registered[name]
+    if name not in _built_in:
+        known = ", ".join([*_registered, *_built_in])
+        raise ModelError(f"no adapter is called {name!r} (known: {known}); register it with corp.register_adapter")
+    adapter: Adapter = import_module(_built_in[name]).ADAPTER
+    return adapter
+
+
+def find_sites(model: nn.Module) -> Sites:
+    """What can be pruned in `model`, and what was refused and why.
+
+    A model inside a larger module (a backbone under a head) is found there too.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    found: list[Finding] = []
+    names: list[str] = []
+    inside = ""  # prefix of the last module that an adapter took
+    for prefix, module in model.named_modules():
+        if inside and prefix.startswith(inside):
+            continue
+        for adapter in adapters_for(module):
+            findings = _ask(adapter, module)
+            if findings is not None:
+                found += [_prefixed(finding, prefix) for finding in findings]
+                names.append(adapter.name)
+                if not prefix:
+                    return _sites(found, names)
+                inside = f"{prefix}."
+                break
+    if not names:
+        raise ModelError(
+            f"no adapter knows {type(model).__module__}.{type(model).__qualname__}; built in: timm's vision "
+            "transformers. For another model register one with corp.register_adapter(name, find)"
+        )
+    return _sites(found, names)
+
+
+def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
+    try:
+        findings = adapter.find(module)
+    except CorpError:
+        raise
+    except Exception as error:
+        raise ModelError(f"adapter {adapter.name!r} failed on {type(module).__name__}: {error!r}") from error
+    return None if findings is None else list(findings)
+
+
+def _sites(found: list[Finding], names: list[str]) -> Sites:
+    sites = [finding for finding in found if not isinstance(finding, Refusal)]
+    refused = [finding for finding in found if isinstance(finding, Refusal)]
+    return Sites(sites, refused, adapter=", ".join(dict.fromkeys(names)))
+
+
+def _prefixed(finding: Finding, prefix: str) -> Finding:
+    """The same finding, seen from a module that holds the model under `prefix`."""
+    if not prefix:
+        return finding
+
+    def at(rows: Rows) -> Rows:
+        return replace(rows, module=f"{prefix}.{rows.module}")
+
+    name = f"{prefix}.{finding.name}"
+    if isinstance(finding, MLPSite):
+        return replace(finding, name=name, up=tuple(map(at, finding.up)), down=f"{prefix}.{finding.down}")
+    if isinstance(finding, AttentionSite):
+        return replace(finding, name=name, q=at(finding.q), k=at(finding.k))
+    return replace(finding, name=name)

@@ -1,0 +1,79 @@
+"""timm models by name: build, load weights, and the preprocessing that belongs to them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from timm.data import create_transform, resolve_data_config
+from torch import Tensor, nn
+
+from corp.errors import DataError, ModelError
+
+
+def create(name: str, weights: str | Path | None = None, *, pretrained: bool = False) -> nn.Module:
+    """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random."""
+    if not timm.is_model(name.partition(".")[0]):
+        near = difflib.get_close_matches(name, timm.list_models(), n=4, cutoff=0.5)
+        hint = f"; did you mean {', '.join(near)}?" if near else "; see timm.list_models()"
+        raise ModelError(f"timm has no model called {name!r}{hint}")
+    try:
+        model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None)
+    except Exception as error:  # hub, network or tag trouble: timm raises many kinds
+        raise ModelError(f"timm cannot make {name!r}: {error}. Pass the weights as a file with --weights") from error
+    if weights is not None:
+        load_weights(model, Path(weights))
+    return model.eval()
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a .safetensors file or a .pth (weights only, nothing is executed) that fits the architecture exactly."""
+    state = read_state(path)
+    expected = model.state_dict()
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    wrong = [name for name in expected if name in state and state[name].shape != expected[name].shape]
+    if missing or unknown or wrong:
+        details = [
+            f"{what}: {len(names)} (such as {names[0]})"
+            for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", wrong))
+            if names
+        ]
+        raise ModelError(f"{path} does not fit {type(model).__name__}; tensors {'; '.join(details)}")
+    model.load_state_dict(state)
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ModelError(f"there is no weights file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, EOFError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be read as weights: {error}") from error
+    except Exception as error:  # torch.load refuses pickles with code in them by an UnpicklingError
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{path} holds more than weights and is not loaded (no pickle is run): {first}") from error
+    for key in ("model", "state_dict"):  # the usual wrappings of training scripts
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ModelError(f"{path} is not a state dict: expected names mapped to tensors")
+    return {str(name): tensor for name, tensor in state.items()}
+
+
+def preprocessing(model: nn.Module) -> Callable[[Image.Image], Tensor]:
+    """The transform that timm prescribes for evaluating this model."""
+    config = resolve_data_config({}, model=model)
+    transform = create_transform(**config, is_training=False)
+    if not callable(transform):
+        raise DataError(f"timm gives no transform for {type(model).__name__}")
+    checked: Callable[[Image.Image], Tensor] = transform
+    return checked

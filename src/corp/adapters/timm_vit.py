@@ -1,0 +1,164 @@
+"""timm's vision transformers: ViT, DeiT, DeiT III, DINOv2, CLIP and SigLIP image towers, relative-position ViTs.
+
+Eva and BEiT are walked too: their MLPs are understood, their attention (rotary, split biases) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from timm import create_model, is_model
+from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp, SwiGLU
+from timm.models.beit import Beit
+from timm.models.eva import Eva
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock, VisionTransformer
+from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
+from torch import nn
+
+from corp.adapters.registry import Adapter, Finding
+from corp.errors import ModelError
+from corp.sites import AttentionSite, MLPSite, Refusal, Rows
+from corp.surgery.attention import LatentPool, PackedAttention, RelativeAttention
+
+FAMILIES = (VisionTransformer, VisionTransformerRelPos, Eva, Beit)
+FUSED_BLOCKS = (ParallelScalingBlock, DiffParallelScalingBlock)
+
+
+def find(model: nn.Module) -> list[Finding] | None:
+    return list(_walk(model)) if isinstance(model, FAMILIES) else None
+
+
+def _walk(model: nn.Module) -> Iterator[Finding]:
+    for name, module in model.named_modules():
+        if not _in_a_block(name):
+            continue
+        # Exact types: a subclass may compute something else.
+        if type(module) in (Mlp, GluMlp, SwiGLU):
+            yield _mlp(name, module)
+        elif type(module) in (Attention, RelPosAttention):
+            yield _packed(name, module)
+        elif type(module) is AttentionPoolLatent:
+            yield _pool(name, module)
+        elif type(module) in (PackedAttention, RelativeAttention, LatentPool):
+            yield _pruned_before(name, module)
+        elif isinstance(module, FUSED_BLOCKS):
+            reason = f"{type(module).__name__} fuses attention and MLP into one projection"
+            yield from (Refusal(f"{name}.{kind}", kind, reason) for kind in ("attn", "mlp"))
+        elif (kind := name.rpartition(".")[2]) in ("attn", "mlp"):
+            yield Refusal(name, kind, f"{type(module).__module__}.{type(module).__name__} is not understood")
+
+
+def _in_a_block(name: str) -> bool:
+    """Part of a block or of the pooling, but not inside an attention (whose position bias may hold an Mlp too)."""
+    *path, _ = name.split(".")
+    return (path or [name])[0] in ("blocks", "attn_pool") and "attn" not in path
+
+
+def _mlp(name: str, mlp: nn.Module) -> Finding:
+    split = type(mlp) is SwiGLU
+    makers = ("fc1_g", "fc1_x") if split else ("fc1",)
+    if problem := _not_plain_linear(mlp, *makers, "fc2"):
+        return Refusal(name, "mlp", problem)
+    if not isinstance(mlp.norm, nn.Identity):
+        return Refusal(name, "mlp", "a norm between activation and second linear mixes all hidden channels")
+    width: int = mlp.fc2.in_features  # type: ignore[assignment,union-attr]
+    starts = (0, width) if type(mlp) is GluMlp else (0,)  # packed: both halves of one fc1
+    up = tuple(Rows(f"{name}.{maker}", start, start + width) for maker in makers for start in starts)
+    return MLPSite(name, up=up, down=f"{name}.fc2")
+
+
+def _packed(name: str, attention: Any) -> Finding:
+    problem = _not_plain_linear(attention, "qkv", "proj") or _normalised(attention)
+    if problem:
+        return Refusal(name, "attn", problem)
+    width: int = attention.num_heads * attention.head_dim
+    qkv = f"{name}.qkv"
+    return AttentionSite(
+        name,
+        q=Rows(qkv, 0, width),
+        k=Rows(qkv, width, 2 * width),
+        heads=attention.num_heads,
+        build=RelativeAttention if type(attention) is RelPosAttention else PackedAttention,
+    )
+
+
+def _pool(name: str, pool: Any) -> Finding:
+    problem = _not_plain_linear(pool, "q", "kv") or _normalised(pool)
+    if problem:
+        return Refusal(name, "attn", problem)
+    width: int = pool.num_heads * pool.head_dim
+    return AttentionSite(
+        name, q=Rows(f"{name}.q", 0, width), k=Rows(f"{name}.kv", 0, width), heads=pool.num_heads, build=LatentPool
+    )
+
+
+def _pruned_before(name: str, attention: Any) -> Finding:
+    """An attention that corp has narrowed already can be narrowed again."""
+    width: int = attention.num_heads * attention.qk_dim
+    q, k = Rows(f"{name}.qkv", 0, width), Rows(f"{name}.qkv", width, 2 * width)
+    if type(attention) is LatentPool:
+        q, k = Rows(f"{name}.q", 0, width), Rows(f"{name}.kv", 0, width)
+    return AttentionSite(name, q=q, k=k, heads=attention.num_heads, build=type(attention))
+
+
+def _normalised(attention: Any) -> str | None:
+    if isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity):
+        return None
+    return "QK-norm normalises over all head dimensions, so a correction cannot be folded through it"
+
+
+def _not_plain_linear(module: nn.Module, *names: str) -> str | None:
+    """Why one of these children cannot be cut like an nn.Linear (a wrapper, a convolution, a parametrisation …)."""
+    for name in names:
+        child = getattr(module, name)
+        if type(child) is not nn.Linear:
+            return f"{name} is a {type(child).__module__}.{type(child).__name__}, not a plain nn.Linear"
+    return None
+
+
+# What create_model takes and the model remembers: enough to rebuild what people change about a named model.
+_ARGS: dict[str, Callable[[Any], Any]] = {
+    "num_classes": lambda m: m.num_classes,
+    "img_size": lambda m: list(m.patch_embed.img_size),
+    "in_chans": lambda m: m.patch_embed.proj.in_channels,
+    "global_pool": lambda m: m.global_pool,
+    "dynamic_img_size": lambda m: bool(getattr(m, "dynamic_img_size", False)),
+}
+_PREPROCESSING = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+
+
+def identify(model: nn.Module) -> dict[str, Any] | None:
+    """The name and the arguments from which create_model makes this architecture, and its preprocessing."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    architecture = config.get("architecture")
+    if not architecture or not is_model(architecture):
+        return None
+    with torch.device("meta"):
+        plain = create_model(architecture, pretrained=False)
+    args = {name: get(model) for name, get in _ARGS.items() if get(model) != get(plain)}
+    preprocessing = {key: config[key] for key in _PREPROCESSING if config.get(key) is not None}
+    return {"architecture": architecture, "tag": config.get("tag"), "args": args, "preprocessing": preprocessing}
+
+
+def rebuild(identity: dict[str, Any]) -> nn.Module:
+    """The architecture without weights. `identity` may come from a stranger's file: only known names pass."""
+    architecture, args = identity.get("architecture"), identity.get("args", {})
+    if not isinstance(architecture, str) or not is_model(architecture):
+        raise ModelError(f"timm has no model called {architecture!r}; a newer timm may have it")
+    if not isinstance(args, dict) or not set(args) <= set(_ARGS):
+        raise ModelError(f"the arguments {args!r} of {architecture} are not among {', '.join(_ARGS)}")
+    preprocessing = identity.get("preprocessing", {})
+    if not isinstance(preprocessing, dict) or not set(preprocessing) <= set(_PREPROCESSING):
+        raise ModelError(f"the preprocessing of {architecture} is not among {', '.join(_PREPROCESSING)}")
+    try:
+        model: nn.Module = create_model(
+            architecture, pretrained=False, pretrained_cfg_overlay={**preprocessing, "tag": identity.get("tag")}, **args
+        )
+    except Exception as error:  # timm's own complaint about an argument's value
+        raise ModelError(f"timm cannot build {architecture} with {args}: {error}") from error
+    return model
+
+
+ADAPTER = Adapter("timm", find, identify, rebuild)

@@ -1,0 +1,285 @@
+"""calibrate, plan, apply and prune: the only loops over sites."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from corp.adapters.registry import find_sites
+from corp.batches import Forward, describe, example, move, run, size_of
+from corp.errors import CorpError, CorpWarning, DataError, PlanError, StatisticsError
+from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit, split
+from corp.measure.cost import count_macs, count_params
+from corp.numerics import affine, logit
+from corp.plan import Plan, SitePlan, plan_attention, plan_mlp
+from corp.recipe import Recipe, kept_width
+from corp.report.tables import Report
+from corp.sites import AttentionSite, MLPSite, Site, Sites
+from corp.stats import Grams, Moments, Statistics, collect
+from corp.surgery.attention import shrink_attention
+from corp.surgery.linear import linear_at, shrink_mlp
+
+T = TypeVar("T")
+Progress = Callable[[int], None]  # called with the number of samples (or sites) just finished
+
+
+@dataclass(frozen=True)
+class Result:
+    """A smaller model, what was done to get it, and what that is predicted to cost."""
+
+    model: nn.Module
+    plan: Plan
+    report: Report
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Run the dense model over `batches` once and keep the sums that every later decision needs.
+
+    A batch is a tensor (model(x)), a dict (model(**x)), or a tuple or list of which only the first element
+    is used; anything else goes through forward(model, batch). Nothing of the data itself is kept.
+    """
+    sites = find_sites(model)
+    statistics = Statistics(weights=fingerprint(model))
+    device, dtype = placement(model)
+    with evaluating(model), torch.no_grad(), collect(model, sites, statistics):
+        for batch in batches:
+            moved = batch if forward is not None else move(batch, device, dtype)
+            run(model, moved, forward)
+            if statistics.samples == 0 and forward is None:
+                statistics.inputs = describe(moved)
+            statistics.samples += size_of(batch)
+            if progress:
+                progress(size_of(batch))
+    if statistics.samples == 0:
+        raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
+    statistics.to(torch.device("cpu"))
+    return statistics
+
+
+def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progress | None = None) -> Plan:
+    """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
+    if not isinstance(recipe, Recipe):
+        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+    sites = find_sites(model)
+    _require_same_weights(model, stats.weights, "statistics")
+    planned = []
+    for site in wanted_sites(sites, recipe):
+        sums = stats.of(site.name)
+        with _at_site(site):
+            _warn_if_few(site, sums, recipe)
+            planned.append(_plan_site(model, site, sums, recipe))
+        if progress:
+            progress(1)
+    return Plan(recipe, tuple(planned), stats.weights, stats.samples)
+
+
+def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
+    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
+    sites = find_sites(model)
+    _require_same_weights(model, stats.weights, "statistics")
+    _require_same_weights(model, plan.weights, "plan")
+    smaller = copy.deepcopy(model)
+    for site, site_plan in match(sites, plan):
+        with _at_site(site):
+            _apply_site(smaller, site, stats.of(site.name), site_plan, plan.recipe)
+    set_history(smaller, (*history(model), plan))
+    return Result(smaller, plan, Report(plan, **_before_after(model, smaller, stats.inputs)))
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    *,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """calibrate, plan and apply in a row, and nothing else."""
+    if not isinstance(recipe, Recipe):
+        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+    wanted_sites(find_sites(model), recipe)  # a request that cannot be met fails before the data pass, not after it
+    stats = calibrate(model, batches, forward=forward, progress=progress)
+    return apply(model, stats, plan(model, stats, recipe))
+
+
+def shrink(model: nn.Module, plan: Plan) -> None:
+    """Give `model` (in place) the shapes of the plan, without compensation: the frame that saved weights go into."""
+    for site, site_plan in match(find_sites(model), plan):
+        if isinstance(site, MLPSite):
+            bias = site_plan.intercept or linear_at(model, site.down).bias is not None
+            shrink_mlp(model, site, site_plan.indices()[0], None, bias=bias)
+        else:
+            shrink_attention(model, site, site_plan.indices(), None)
+
+
+def history(model: nn.Module) -> tuple[Plan, ...]:
+    """The plans that made this model out of a dense one, first to last: what rebuilding its shapes takes."""
+    plans: tuple[Plan, ...] = getattr(model, "_corp_history", ())
+    return plans
+
+
+def set_history(model: nn.Module, plans: tuple[Plan, ...]) -> None:
+    model._corp_history = plans  # type: ignore[assignment]
+
+
+def match(sites: Sites, plan: Plan) -> list[tuple[Site, SitePlan]]:
+    """Every planned site with its place in this model; a plan for another model is refused."""
+    pairs = []
+    for site_plan in plan.sites:
+        site = sites.get(site_plan.name)
+        if site is None or site.kind != site_plan.kind:
+            raise PlanError(f"the plan has a {site_plan.kind} site {site_plan.name!r}, which this model has not")
+        groups = site.heads if isinstance(site, AttentionSite) else 1
+        if (site.width, groups) != (site_plan.width, len(site_plan.kept)):
+            planned = f"{len(site_plan.kept)} x {site_plan.width}"
+            raise PlanError(f"{site.name}: the plan is for {planned}, the model has {groups} x {site.width}")
+        pairs.append((site, site_plan))
+    return pairs
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        if parameter.device.type != "meta":
+            raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().data)
+    return digest.hexdigest()
+
+
+def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the model's first parameter."""
+    first = next(model.parameters(), torch.empty(0))
+    return first.device, first.dtype
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode it came in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def wanted_sites(sites: Sites, recipe: Recipe) -> list[Site]:
+    """The sites this recipe changes; asking for one that cannot be pruned is an error unless skipped."""
+    names = [entry.name for entry in (*sites, *sites.refused)]
+    for glob in (*recipe.skip, *recipe.overrides):
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise PlanError(f"the glob {glob!r} matches no site; they are called {_some(names)}")
+    refused = [r for r in sites.refused if recipe.sparsity(r.kind, r.name) > 0 and not recipe.skips(r.name)]
+    if refused:
+        reasons = "; ".join(f"{r.name} ({r.kind}): {r.reason}" for r in refused[:3])
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
+        raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")
+    wanted = []
+    for site in sites:
+        sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
+        if kept_width(site.width, sparsity, recipe.multiple(site.kind)) < site.width:
+            wanted.append(site)
+    return wanted
+
+
+def _plan_site(model: nn.Module, site: Site, sums: Moments | Grams, recipe: Recipe) -> SitePlan:
+    if isinstance(site, MLPSite):
+        down = linear_at(model, site.down)
+        W = down.weight.detach().cpu().double()
+        return plan_mlp(site, W, down.bias is not None, _as(Moments, sums), recipe)
+    return plan_attention(site, _as(Grams, sums), recipe)
+
+
+def _apply_site(model: nn.Module, site: Site, sums: Moments | Grams, site_plan: SitePlan, recipe: Recipe) -> None:
+    kept = site_plan.indices()
+    pruned = [split(site.width, group) for group in kept]
+    if isinstance(site, MLPSite):
+        down = linear_at(model, site.down)
+        W = down.weight.detach().cpu().double()
+        b = W.new_zeros(len(W)) if down.bias is None else down.bias.detach().cpu().double()
+        mean, cov = moments_for_fit(_as(Moments, sums), site_plan.intercept)
+        fit = fit_mlp(mean, cov, kept[0], pruned[0], recipe.compensate, recipe.ridge)
+        folded = affine.fold(W, b, kept[0], pruned[0], fit)
+        shrink_mlp(model, site, kept[0], folded, bias=site_plan.intercept or down.bias is not None)
+        return
+    factors = None
+    if recipe.compensate == "full":
+        grams = _as(Grams, sums)
+        systems = (head_system(grams.head(h), kept[h], pruned[h]) for h in range(site.heads))
+        factors = [logit.fold_factors(fit_head(system, "full", recipe.ridge)) for system in systems]
+    shrink_attention(model, site, kept, factors)
+
+
+def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str, Any]:
+    """Parameters, and operations for one sample where the shape of the input is known."""
+    pair = (dense, smaller)
+    costs: dict[str, Any] = {"params": tuple(map(count_params, pair)), "macs": None}
+    device, dtype = placement(dense)
+    if inputs is not None and device.type != "meta":
+        batch = move(example(inputs, device), device, dtype)
+        with evaluating(dense), evaluating(smaller):
+            costs["macs"] = tuple(count_macs(model, batch) for model in pair)
+    return costs
+
+
+def _warn_if_few(site: Site, sums: Moments | Grams, recipe: Recipe) -> None:
+    """A ridge fit on fewer observations than unknowns follows the sample, not the distribution."""
+    if recipe.compensate != "full":
+        return
+    keep = kept_width(site.width, recipe.sparsity(site.kind, site.name), recipe.multiple(site.kind))
+    if isinstance(sums, Moments):
+        have, need, what = sums.n, 2 * keep, f"tokens for {keep} kept channels"
+    else:
+        have, need, what = sums.tokens, 2 * keep, f"tokens for {keep} kept dimensions per head"
+    if have < need:
+        warnings.warn(
+            f"{site.name}: {have} {what}; a stable fit needs at least {need}. Calibrate on more samples",
+            CorpWarning,
+            stacklevel=3,
+        )
+
+
+def _require_same_weights(model: nn.Module, weights: str, what: str) -> None:
+    if weights and weights != fingerprint(model):
+        raise StatisticsError(
+            f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
+        )
+
+
+@contextmanager
+def _at_site(site: Site) -> Iterator[None]:
+    """The core states the fact, this border adds where: once, for every error that comes through."""
+    try:
+        yield
+    except CorpError as error:
+        error.args = (f"{site.name} ({site.kind}, width {site.width}): {error}",)
+        raise
+
+
+def _as(kind: type[T], sums: object) -> T:
+    if not isinstance(sums, kind):
+        raise StatisticsError(f"the statistics hold {type(sums).__name__} where {kind.__name__} belong")
+    return sums
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -1,0 +1,67 @@
+"""What a batch is, and how a model takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from corp.errors import DataError
+
+Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+
+
+def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
+    """tensor -> model(x); dict -> model(**x); of a tuple or list only the first element, never the labels."""
+    if forward is not None:
+        return forward(model, batch)
+    batch = inputs_of(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise DataError(
+        f"a batch is a tensor, a dict, or a tuple whose first element is one; got {type(batch).__name__}. "
+        "For anything else pass forward=lambda model, batch: ..."
+    )
+
+
+def inputs_of(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The batch on the model's device, floating-point inputs in the model's dtype."""
+    batch = inputs_of(batch)
+    if isinstance(batch, Tensor):
+        return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: move(value, device, dtype) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    return batch
+
+
+def size_of(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor; 1 where that cannot be told."""
+    batch = inputs_of(batch)
+    values = list(batch.values()) if isinstance(batch, Mapping) else [batch]
+    first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
+    return 1 if first is None else len(first)
+
+
+def describe(batch: Any) -> Any:
+    """Shapes and dtypes of ONE sample of the batch, as JSON; None where it is not made of tensors."""
+    batch = inputs_of(batch)
+    if isinstance(batch, Tensor):
+        return {"shape": [1, *batch.shape[1:]], "dtype": str(batch.dtype).removeprefix("torch.")}
+    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
+        return {"fields": {str(key): describe(value) for key, value in batch.items()}}
+    return None
+
+
+def example(description: Any, device: torch.device) -> Any:
+    """A batch of zeros that fits the description."""
+    if "fields" in description:
+        return {key: example(value, device) for key, value in description["fields"].items()}
+    return torch.zeros(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)

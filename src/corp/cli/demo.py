@@ -1,0 +1,86 @@
+"""corp demo: the point of the method in twenty seconds, without any download."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from corp import api
+from corp.atomic import new_folder, refuse_existing
+from corp.cli import options as o
+from corp.cli.console import command, note, progress, show_json, show_table
+from corp.demo import digits
+from corp.measure.cost import count_macs, count_params
+from corp.recipe import Recipe
+
+SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
+COMPENSATIONS = ("none", "mean", "full")
+LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
+
+
+@command
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for picture and numbers.")] = Path("corp-demo"),
+    overwrite: o.Overwrite = False,
+    json: o.Json = False,
+) -> None:
+    """Prune the built-in model at several sparsities, with and without compensation."""
+    refuse_existing(out, overwrite=overwrite)
+    model, data = digits.load_model(), digits.load_split()
+    dense = accuracy(model, data.test_images, data.test_labels)
+    with progress("calibrating", len(data.calibration_images), "images") as advance:
+        stats = api.calibrate(model, data.calibration_images.split(128), progress=advance)
+    rows = []
+    with progress("pruning", len(SPARSITIES) * len(COMPENSATIONS), "models") as advance:
+        for sparsity in SPARSITIES:
+            row: dict[str, Any] = {"sparsity": sparsity}
+            for compensate in COMPENSATIONS:
+                recipe = Recipe(mlp=sparsity, attn=sparsity, compensate=compensate)
+                pruned = api.apply(model, stats, api.plan(model, stats, recipe)).model
+                row[compensate] = accuracy(pruned, data.test_images, data.test_labels)
+                advance(1)
+            row["params"] = count_params(pruned) / count_params(model)
+            row["macs"] = count_macs(pruned, data.test_images[:1]) / count_macs(model, data.test_images[:1])
+            rows.append(row)
+    content = {"model": "digits-vit", "images": len(data.test_images), "dense": dense, "rows": rows}
+    with new_folder(out, overwrite=overwrite) as folder:
+        (folder / "demo.json").write_text(jsonlib.dumps(content, indent=1) + "\n", encoding="utf-8")
+        pictured = _picture(content, folder / "demo.png")
+    if json:
+        show_json(content)
+        return
+    _show(content)
+    note(f"numbers and picture in {out}" if pictured else f"numbers in {out}; for a picture: pip install matplotlib")
+
+
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).double().mean())
+
+
+def _show(content: dict[str, Any]) -> None:
+    columns = ("MLP channels and Q/K dimensions removed", "parameters", "MACs", "no compensation", "mean only", "corp")
+    rows = [("none (dense model)", "100.0%", "100.0%", *[f"{content['dense']:.1%}"] * 3)]
+    for row in content["rows"]:
+        shares = [f"{row[key]:.1%}" for key in ("params", "macs", *COMPENSATIONS)]
+        rows.append((f"{row['sparsity']:.0%}", *shares))
+    show_table(f"accuracy on {content['images']} unseen handwritten digits, no training after pruning", columns, rows)
+
+
+def _picture(content: dict[str, Any], path: Path) -> bool:
+    """The curve, where matplotlib is there to draw it."""
+    try:
+        from corp.report.plots import accuracy_curve
+    except ModuleNotFoundError:
+        return False
+    curves = {
+        label: [(0.0, content["dense"]), *((row["sparsity"], row[key]) for row in content["rows"])]
+        for key, label in LABELS.items()
+    }
+    accuracy_curve(curves, path, title="A small ViT on handwritten digits, pruned without training")
+    return True

@@ -1,0 +1,52 @@
+"""The `corp` command."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from corp.cli.demo import demo
+from corp.cli.inspect import inspect
+from corp.cli.plan import plan
+from corp.cli.prune import prune
+from corp.version import __version__
+
+app = typer.Typer(
+    name="corp",
+    help="Make pretrained Transformers smaller and faster, in closed form, without training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(prune)
+app.command()(plan)
+app.command()(inspect)
+app.command()(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"corp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def _terminated(_signal: int, _frame: FrameType | None) -> None:
+    sys.exit(143)  # unwinds, so that half-written folders are removed on the way out
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _terminated)
+    app()

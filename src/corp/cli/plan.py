@@ -1,0 +1,56 @@
+"""corp plan: what pruning would do and cost, without doing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from corp import api
+from corp.cli import options as o
+from corp.cli.console import command, note, progress, show_json, show_table
+from corp.errors import StorageError
+from corp.report.tables import COLUMNS, site_row
+
+
+@command
+def plan(
+    model: o.ModelArg,
+    calib: o.Calib,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the plan to this JSON file.")] = None,
+    weights: o.Weights = None,
+    samples: o.Samples = 4000,
+    mlp: o.Mlp = None,
+    attn: o.Attn = None,
+    sparsity: o.Sparsity = None,
+    rank: o.Rank = "combined",
+    compensate: o.Compensate = "full",
+    intercept: o.Intercept = "auto",
+    ridge: o.Ridge = 1e-3,
+    round_to: o.RoundTo = "1",
+    skip: o.Skip = None,
+    override: o.Override = None,
+    batch_size: o.BatchSize = 32,
+    device: o.Device = "auto",
+    dtype: o.Dtype = "float32",
+    seed: o.Seed = 0,
+    max_bad: o.MaxBad = 0.05,
+    overwrite: o.Overwrite = False,
+    json: o.Json = False,
+) -> None:
+    """Show what pruning MODEL would keep and cost (dry run): per site widths, rho² and predicted error."""
+    recipe = o.make_recipe(mlp, attn, sparsity, rank, compensate, intercept, ridge, round_to, skip, override)
+    if out is not None and out.exists() and not overwrite:
+        raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
+    source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad)
+    dense, stats = o.calibrated(source, recipe)
+    with progress("planning", None, "sites") as advance:
+        planned = api.plan(dense, stats, recipe, progress=advance)
+    if out is not None:
+        planned.save(out)
+    if json:
+        show_json(planned.to_dict())
+        return
+    show_table("plan", COLUMNS, [site_row(site) for site in planned.sites])
+    note("nothing was changed" + (f"; the plan is in {out}" if out else ""))

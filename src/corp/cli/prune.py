@@ -1,0 +1,60 @@
+"""corp prune: a model and a folder of images in, a smaller model out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from corp import api, storage
+from corp.atomic import refuse_existing
+from corp.cli import options as o
+from corp.cli.console import command, note, progress, show_json, show_table
+from corp.report.tables import COLUMNS, Report, site_row
+
+
+@command
+def prune(
+    model: o.ModelArg,
+    calib: o.Calib,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
+    weights: o.Weights = None,
+    samples: o.Samples = 4000,
+    mlp: o.Mlp = None,
+    attn: o.Attn = None,
+    sparsity: o.Sparsity = None,
+    rank: o.Rank = "combined",
+    compensate: o.Compensate = "full",
+    intercept: o.Intercept = "auto",
+    ridge: o.Ridge = 1e-3,
+    round_to: o.RoundTo = "1",
+    skip: o.Skip = None,
+    override: o.Override = None,
+    batch_size: o.BatchSize = 32,
+    device: o.Device = "auto",
+    dtype: o.Dtype = "float32",
+    seed: o.Seed = 0,
+    max_bad: o.MaxBad = 0.05,
+    overwrite: o.Overwrite = False,
+    json: o.Json = False,
+) -> None:
+    """Prune MODEL: calibrate on unlabelled images, remove, compensate, save."""
+    recipe = o.make_recipe(mlp, attn, sparsity, rank, compensate, intercept, ridge, round_to, skip, override)
+    refuse_existing(out, overwrite=overwrite)
+    source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad)
+    dense, stats = o.calibrated(source, recipe)
+    with progress("planning", None, "sites") as advance:
+        plan = api.plan(dense, stats, recipe, progress=advance)
+    result = api.apply(dense, stats, plan)
+    storage.save(result, out, overwrite=overwrite)
+    if json:
+        show_json({"output": str(out), **result.report.to_dict()})
+    else:
+        show_report(result.report)
+        note(f"saved to {out}; load it with corp.load({str(out)!r})")
+
+
+def show_report(report: Report) -> None:
+    show_table("sites", COLUMNS, [site_row(site) for site in report.plan.sites])
+    show_table("before and after", ("", "before", "after", "ratio"), report.totals())

@@ -1,0 +1,129 @@
+"""A folder of photographs into batches of tensors, decoded ahead of the model by a few threads."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from corp.errors import DataError
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
+Transform = Callable[[Image.Image], Tensor]
+
+
+def list_images(folders: Sequence[str | Path]) -> list[Path]:
+    """All image files under the folders, any nesting, sorted within each folder."""
+    found: list[Path] = []
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not a folder of images")
+        here = sorted(
+            Path(parent, name)
+            for parent, _, names in os.walk(folder, followlinks=True)
+            for name in names
+            if os.path.splitext(name)[1].lower() in SUFFIXES
+        )
+        if not here:
+            raise DataError(f"no images under {folder} (looked for {', '.join(sorted(SUFFIXES))}, any nesting)")
+        found += here
+    return found
+
+
+def choose(paths: Sequence[Path], samples: int | None, seed: int) -> list[Path]:
+    """`samples` of the paths, drawn by `seed`, in their order; all of them where that many are not there."""
+    if samples is None or samples >= len(paths):
+        return list(paths)
+    if samples < 1:
+        raise DataError(f"samples={samples}: at least one image is needed")
+    return [paths[i] for i in sorted(random.Random(seed).sample(range(len(paths)), samples))]
+
+
+class ImageBatches(Iterable[Tensor]):
+    """Batches (B, 3, h, w) of the images at `paths`.
+
+    Files that cannot be decoded are skipped and remembered in `bad`; more than `max_bad` of all is an error.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        transform: Transform,
+        *,
+        batch_size: int = 32,
+        max_bad: float = 0.05,
+        workers: int = 2,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size={batch_size}: must be at least 1")
+        if not 0 <= max_bad <= 1:
+            raise DataError(f"max_bad={max_bad}: must be a share between 0 and 1")
+        self.paths, self.transform, self.batch_size = list(paths), transform, batch_size
+        self.max_bad, self.workers = max_bad, workers
+        self.bad: list[tuple[Path, str]] = []
+
+    def __len__(self) -> int:
+        """Number of images (not of batches)."""
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.bad = []
+        held: list[Tensor] = []
+        for path, image in self._decoded():
+            if isinstance(image, str):
+                self._note_bad(path, image)
+                continue
+            held.append(image)
+            if len(held) == self.batch_size:
+                yield torch.stack(held)
+                held = []
+        if held:
+            yield torch.stack(held)
+        elif len(self.bad) == len(self.paths):
+            raise DataError(f"none of the {len(self.paths)} images can be decoded; the first: {_first(self.bad)}")
+
+    def _decoded(self) -> Iterator[tuple[Path, Tensor | str]]:
+        """Images in order, at most two batches ahead of who takes them."""
+        ahead = 2 * self.batch_size
+        waiting: deque[tuple[Path, Future[Tensor | str]]] = deque()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="corp-decode")
+        try:
+            for path in self.paths:
+                waiting.append((path, pool.submit(self._decode, path)))
+                if len(waiting) > ahead:
+                    done, future = waiting.popleft()
+                    yield done, future.result()
+            while waiting:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _decode(self, path: Path) -> Tensor | str:
+        """The transformed image, or why there is none."""
+        try:
+            with Image.open(path) as image:
+                return self.transform(image.convert("RGB"))
+        # Pillow raises almost anything on damaged files; whatever it is, the file is named and counted.
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _note_bad(self, path: Path, reason: str) -> None:
+        self.bad.append((path, reason))
+        if len(self.bad) > self.max_bad * len(self.paths):
+            raise DataError(
+                f"{len(self.bad)} of {len(self.paths)} images cannot be decoded, more than the allowed "
+                f"{self.max_bad:.0%} (--max-bad); the first: {_first(self.bad)}"
+            )
+
+
+def _first(bad: list[tuple[Path, str]]) -> str:
+    path, reason = bad[0]
+    return f"{path} ({reason})"

@@ -1,0 +1,37 @@
+"""What can go wrong, in a few kinds. Every message says the fact, the numbers and the remedy."""
+
+
+class CorpError(Exception):
+    """Anything corp refuses or fails at; its kinds below say in which step."""
+
+
+class RecipeError(CorpError, ValueError):
+    """The request makes no sense whatever the model (checked when the recipe is made)."""
+
+
+class ModelError(CorpError):
+    """The model, or a part of it, cannot be found, built or pruned."""
+
+
+class DataError(CorpError):
+    """The calibration data cannot be read or is not usable."""
+
+
+class StatisticsError(CorpError):
+    """The statistics are unusable, or belong to something else."""
+
+
+class SingularSystemError(CorpError):
+    """A linear system of the method has no stable solution."""
+
+
+class PlanError(CorpError):
+    """The plan does not fit the model or the statistics."""
+
+
+class StorageError(CorpError):
+    """A folder or file cannot be written, or is not what it claims to be."""
+
+
+class CorpWarning(UserWarning):
+    """Something the user should know, though the result stands."""

@@ -1,0 +1,45 @@
+"""Parameters and multiply-accumulates of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from corp.batches import run
+from corp.surgery.attention import true_widths
+
+
+def count_params(model: nn.Module) -> int:
+    """Parameters, shared ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def count_macs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> int:
+    """Multiply-accumulates of one forward pass over `batch`.
+
+    torch's counter gives its fused CPU attention kernel zero, so attention is counted unfused, and with its
+    true widths: zero-padding for a faster kernel is not work that the model needs.
+    """
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), _frozen(model), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
+        run(model, batch, forward)
+    return int(counter.get_total_flops()) // 2
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter wants a gradient inside: the counter's module tracker trips over those used as they are."""
+    wanting = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for parameter in wanting:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in wanting:
+            parameter.requires_grad_(True)

@@ -1,0 +1,216 @@
+"""A plan: per site, what is kept and what that is predicted to cost. Small, readable JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corp.atomic import read_json, write_text
+from corp.errors import PlanError
+from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit
+from corp.numerics import affine, logit, rank
+from corp.recipe import KINDS, Recipe, kept_width
+from corp.sites import AttentionSite, MLPSite
+from corp.stats import Grams, Moments
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Predicted cost of one group (an MLP, or one head): see numerics.affine.Distortion.
+
+    MLP: expected squared output error per token. Head: squared logit error summed over the calibration samples.
+    `energy` is the same norm of the full output, so J / energy is a relative error.
+    """
+
+    J: float
+    J_star: float
+    J_uncomp: float
+    rho2: float
+    energy: float
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What one site keeps. An MLP has one group of channels, an attention one group of dimensions per head."""
+
+    name: str
+    kind: str
+    width: int  # channels of the dense MLP, or Q/K dimensions per dense head
+    requested: float
+    kept: tuple[tuple[int, ...], ...]
+    intercept: bool
+    costs: tuple[GroupCost, ...]
+
+    @property
+    def keep(self) -> int:
+        return len(self.kept[0])
+
+    @property
+    def achieved(self) -> float:
+        return 1 - self.keep / self.width
+
+    def indices(self) -> list[Tensor]:
+        return [torch.tensor(group, dtype=torch.long) for group in self.kept]
+
+    @property
+    def relative_error(self) -> float:
+        """Predicted squared error as a share of the site's output energy."""
+        return _ratio(sum(c.J for c in self.costs), sum(c.energy for c in self.costs))
+
+    @property
+    def relative_uncompensated(self) -> float:
+        return _ratio(sum(c.J_uncomp for c in self.costs), sum(c.energy for c in self.costs))
+
+    @property
+    def rho2(self) -> float:
+        """Share of what was removed that the kept part can predict (heads weighted by what they lost)."""
+        lost = sum(c.J_uncomp for c in self.costs)
+        if len(self.costs) == 1 or lost == 0:
+            return min(c.rho2 for c in self.costs)
+        return sum(c.rho2 * c.J_uncomp for c in self.costs) / lost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The recipe and, for every site that changes, what it keeps."""
+
+    recipe: Recipe
+    sites: tuple[SitePlan, ...]
+    weights: str = ""  # fingerprint of the dense weights it was made for
+    samples: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        sites = [{**asdict(s), "keep": s.keep, "achieved": s.achieved} for s in self.sites]
+        return {
+            "version": PLAN_VERSION,
+            "recipe": self.recipe.to_dict(),
+            "weights": self.weights,
+            "samples": self.samples,
+            "sites": sites,
+        }
+
+    def save(self, path: str | Path) -> None:
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_dict(read_json(Path(path)))
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Plan:
+        """Parse and check: a plan may come from anybody."""
+        top = _object(raw, "the plan")
+        if top.get("version") != PLAN_VERSION:
+            raise PlanError(f"plan version {top.get('version')!r} is not {PLAN_VERSION}; make the plan again")
+        sites = top.get("sites")
+        if not isinstance(sites, list):
+            raise PlanError("the plan has no list of sites")
+        parsed = tuple(_site(entry, number) for number, entry in enumerate(sites))
+        if len({site.name for site in parsed}) != len(parsed):
+            raise PlanError("the plan names a site twice")
+        weights, samples = top.get("weights", ""), top.get("samples", 0)
+        if not isinstance(weights, str) or not _is_count(samples):
+            raise PlanError("the plan's 'weights' must be a string and 'samples' a whole number")
+        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples)
+
+    def __str__(self) -> str:
+        from corp.report.tables import plan_text
+
+        return plan_text(self)
+
+
+def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, moments: Moments, recipe: Recipe) -> SitePlan:
+    """Rank, choose and predict for one MLP; W (o, D) is the weight of its second linear, in float64."""
+    sparsity = recipe.sparsity("mlp", site.name)
+    keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
+    intercept = uses_intercept(recipe, has_bias)
+    mean, cov = moments.mean, moments.cov
+    scores = rank.mlp_scores(recipe.rank, mean, cov, moments.active_share, W)
+    kept, pruned = rank.top(scores, keep)
+    mean, cov = moments_for_fit(moments, intercept)
+    fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
+    cost = affine.distortion(W, mean, cov, kept, pruned, fit)
+    costs = (GroupCost(*cost, energy=affine.output_energy(W, mean, cov)),)
+    return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs)
+
+
+def plan_attention(site: AttentionSite, grams: Grams, recipe: Recipe) -> SitePlan:
+    """Rank, choose and predict for every head of one attention."""
+    sparsity = recipe.sparsity("attn", site.name)
+    keep = kept_width(site.width, sparsity, recipe.multiple("attn"))
+    kept_groups, costs = [], []
+    for h in range(site.heads):
+        head = grams.head(h)
+        E = head.energy()
+        kept, pruned = rank.top(E.diagonal(), keep)
+        system = head_system(head, kept, pruned)
+        M = fit_head(system, recipe.compensate, recipe.ridge)
+        kept_groups.append(tuple(kept.tolist()))
+        costs.append(GroupCost(*logit.distortion(system, M), energy=float(E.sum())))
+    return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept_groups), False, tuple(costs))
+
+
+def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
+    """ "auto" takes an intercept where the second linear has a bias to hold it; a mean correction needs one."""
+    if recipe.intercept == "auto":
+        return has_bias or recipe.compensate == "mean"
+    return bool(recipe.intercept)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _object(raw: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise PlanError(f"{what} is not a JSON object")
+    return raw
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(raw: Mapping[str, Any], key: str, where: str) -> float:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PlanError(f"{where}: {key} is not a finite number")
+    return float(value)
+
+
+def _site(raw: object, number: int) -> SitePlan:
+    entry = _object(raw, f"site {number} of the plan")
+    name, kind, width = entry.get("name"), entry.get("kind"), entry.get("width")
+    where = f"site {name!r} of the plan"
+    if not isinstance(name, str) or kind not in KINDS or not _is_count(width):
+        raise PlanError(f"{where}: it needs a name, a kind ({' or '.join(KINDS)}) and a width")
+    groups, costs = entry.get("kept"), entry.get("costs")
+    if not isinstance(groups, list) or not groups or not isinstance(costs, list) or len(costs) != len(groups):
+        raise PlanError(f"{where}: 'kept' and 'costs' must be lists of equal length")
+    kept = tuple(_indices(group, int(width or 0), where) for group in groups)
+    if len({len(group) for group in kept}) != 1:
+        raise PlanError(f"{where}: all heads must keep the same number of dimensions")
+    intercept = entry.get("intercept")
+    if not isinstance(intercept, bool):
+        raise PlanError(f"{where}: 'intercept' is not true or false")
+    keys = ("J", "J_star", "J_uncomp", "rho2", "energy")
+    parsed = tuple(GroupCost(**{k: _number(_object(c, where), k, where) for k in keys}) for c in costs)
+    return SitePlan(name, str(kind), int(width or 0), _number(entry, "requested", where), kept, intercept, parsed)
+
+
+def _indices(raw: object, width: int, where: str) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not raw or len(raw) > width or not all(_is_count(i) for i in raw):
+        raise PlanError(f"{where}: kept must be a list of 1 to {width} indices")
+    if any(a >= b for a, b in pairwise(raw)) or raw[-1] >= width:
+        raise PlanError(f"{where}: kept indices must ascend and stay below {width}")
+    return tuple(raw)

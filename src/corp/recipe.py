@@ -1,0 +1,149 @@
+"""What the user asks for: one frozen dataclass that validates itself before any data is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
+from numbers import Real
+from typing import Any
+
+from corp.errors import RecipeError
+
+RANKINGS = ("combined", "activation", "magnitude", "active")
+COMPENSATIONS = ("full", "mean", "none")
+KINDS = ("mlp", "attn")  # the kinds of sites; each is a sparsity field of the recipe
+ROUNDING_KEYS = {"mlp": "mlp", "attn": "head"}  # kind of site -> its key in round_to
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How much to remove, how to choose it, and how to make up for it.
+
+    mlp, attn    share of MLP hidden channels / of each head's Q/K dimensions to remove, in [0, 1)
+    rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active"
+    compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
+    intercept    may compensation use the bias of the second linear? "auto": where there is one
+    ridge        relative: lambda = ridge * mean diagonal of the system
+    round_to     round kept widths up to multiples: an int, or {"mlp": 64, "head": 8}
+    skip         globs over site names that are left alone
+    overrides    {glob: {"mlp": s, "attn": s}}: other sparsities for some sites; the last match wins
+    """
+
+    mlp: float = 0.0
+    attn: float = 0.0
+    rank: str = "combined"
+    compensate: str = "full"
+    intercept: bool | str = "auto"
+    ridge: float = 1e-3
+    round_to: int | Mapping[str, int] = 1
+    skip: tuple[str, ...] = ()
+    overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__  # the dataclass is frozen; this is its constructor
+        for kind in KINDS:
+            put(self, kind, _sparsity(kind, getattr(self, kind)))
+        _one_of("rank", self.rank, RANKINGS)
+        _one_of("compensate", self.compensate, COMPENSATIONS)
+        if self.intercept not in ("auto", True, False) or not isinstance(self.intercept, bool | str):
+            raise RecipeError(f"intercept={self.intercept!r} is not one of 'auto', True, False")
+        if self.compensate == "mean" and self.intercept is False:
+            raise RecipeError("compensate='mean' is a correction of the bias: it cannot go with intercept=False")
+        put(self, "ridge", _non_negative("ridge", self.ridge))
+        put(self, "round_to", _rounding(self.round_to))
+        put(self, "skip", _globs(self.skip))
+        put(self, "overrides", _overrides(self.overrides))
+
+    def sparsity(self, kind: str, name: str) -> float:
+        """The sparsity asked for at the site `name` of this kind."""
+        wanted: float = getattr(self, kind)
+        for glob, changes in self.overrides.items():
+            if fnmatchcase(name, glob) and kind in changes:
+                wanted = changes[kind]
+        return wanted
+
+    def skips(self, name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in self.skip)
+
+    def multiple(self, kind: str) -> int:
+        """Kept widths at sites of this kind are rounded up to a multiple of this."""
+        if isinstance(self.round_to, int):
+            return self.round_to
+        return self.round_to.get(ROUNDING_KEYS[kind], 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "skip": list(self.skip)}
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Recipe:
+        if not isinstance(raw, Mapping):
+            raise RecipeError(f"a recipe is a JSON object, not {type(raw).__name__}")
+        unknown = sorted(set(map(str, raw)) - {f.name for f in fields(cls)})
+        if unknown:
+            raise RecipeError(f"unknown recipe field(s): {', '.join(unknown)}")
+        return cls(**{str(key): value for key, value in raw.items()})
+
+
+def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
+    """ceil((1 - s) d) in exact arithmetic (floats give 57 for 0.3 * 80 removed), rounded up to `multiple`.
+
+    With this rule all parameter counts of the paper's efficiency table come out exactly.
+    """
+    exact = max(1, math.ceil(round((1 - sparsity) * width, 9)))
+    return min(width, -(-exact // multiple) * multiple)
+
+
+def _sparsity(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
+        raise RecipeError(f"{name}={value!r} is not a sparsity: give the share to remove, 0 <= {name} < 1")
+    return float(value)
+
+
+def _non_negative(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise RecipeError(f"{name}={value!r} must be a finite number >= 0")
+    return float(value)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def _multiple(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RecipeError(f"round_to: {value!r} is not a whole number >= 1")
+    return value
+
+
+def _rounding(value: object) -> int | dict[str, int]:
+    if not isinstance(value, Mapping):
+        return _multiple(value)
+    known = sorted(ROUNDING_KEYS.values())
+    unknown = sorted(str(key) for key in value if key not in known)
+    if unknown:
+        raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
+    return {str(key): _multiple(multiple) for key, multiple in value.items()}
+
+
+def _globs(value: object) -> tuple[str, ...]:
+    globs = (value,) if isinstance(value, str) else value
+    if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(g, str) and g for g in globs):
+        raise RecipeError(f"skip={value!r} must be a glob or a list of globs over site names, such as 'blocks.0.*'")
+    return tuple(sorted(globs)) if isinstance(globs, set | frozenset) else tuple(globs)
+
+
+def _overrides(value: object) -> dict[str, dict[str, float]]:
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"overrides={value!r} must look like {{'blocks.0.*': {{'mlp': 0.2}}}}")
+    checked: dict[str, dict[str, float]] = {}
+    for glob, changes in value.items():
+        if not isinstance(glob, str) or not isinstance(changes, Mapping) or not changes:
+            raise RecipeError(f"overrides[{glob!r}]={changes!r} must look like {{'mlp': 0.2, 'attn': 0.1}}")
+        unknown = sorted(str(key) for key in changes if key not in KINDS)
+        if unknown:
+            raise RecipeError(f"overrides[{glob!r}]: unknown key(s) {', '.join(unknown)}; it takes {', '.join(KINDS)}")
+        checked[glob] = {str(kind): _sparsity(f"overrides[{glob!r}][{kind!r}]", s) for kind, s in changes.items()}
+    return checked

@@ -1,0 +1,126 @@
+"""Where prunable things are in a model: plain data, found by an adapter, followed by everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+from torch import nn
+
+from corp.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Output features `start:stop` of the linear layer called `module`."""
+
+    module: str
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class MLPSite:
+    """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`."""
+
+    name: str
+    up: tuple[Rows, ...]
+    down: str
+    kind: ClassVar[str] = "mlp"
+
+    @property
+    def width(self) -> int:
+        return self.up[0].width
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
+
+    `build(dense_module, q, k)` makes the narrower attention module around new query and key
+    projections: one class of surgery/attention.py per calling convention.
+    """
+
+    name: str
+    q: Rows
+    k: Rows
+    heads: int
+    build: Callable[..., nn.Module]
+    kind: ClassVar[str] = "attn"
+
+    @property
+    def width(self) -> int:
+        """Q/K dimensions per head."""
+        return self.q.width // self.heads
+
+
+Site: TypeAlias = MLPSite | AttentionSite
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A place that looks prunable but is not understood: asking for it is an error, never a silent skip."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+class Sites:
+    """What was found in a model: iterate over it for the sites, `refused` holds the rest."""
+
+    def __init__(self, found: list[Site], refused: list[Refusal] | None = None, adapter: str = "") -> None:
+        self.refused = tuple(refused or ())
+        self.adapter = adapter
+        self._by_name: dict[str, Site] = {}
+        for site in found:
+            if site.name in self._by_name:
+                raise ModelError(f"the adapter {adapter!r} names two sites {site.name!r}; site names must be unique")
+            self._by_name[site.name] = site
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> Site:
+        return self._by_name[name]
+
+    def get(self, name: str) -> Site | None:
+        return self._by_name.get(name)
+
+    @property
+    def mlp(self) -> list[MLPSite]:
+        return [site for site in self if isinstance(site, MLPSite)]
+
+    @property
+    def attention(self) -> list[AttentionSite]:
+        return [site for site in self if isinstance(site, AttentionSite)]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "adapter": self.adapter,
+            "sites": [
+                {"name": s.name, "kind": s.kind, "width": s.width, "heads": getattr(s, "heads", None)} for s in self
+            ],
+            "refused": [{"name": r.name, "kind": r.kind, "reason": r.reason} for r in self.refused],
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{len(self)} sites ({self.adapter})"]
+        for site in self:
+            heads = f"{site.heads} heads x " if isinstance(site, AttentionSite) else ""
+            lines.append(f"  {site.name:<24} {site.kind:<5} {heads}{site.width}")
+        lines += [f"  {r.name:<24} {r.kind:<5} cannot be pruned: {r.reason}" for r in self.refused]
+        return "\n".join(lines)
+
+    __repr__ = __str__

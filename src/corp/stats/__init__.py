@@ -1,0 +1,8 @@
+"""What is remembered of the data: sums that add, never the data itself."""
+
+from corp.stats.collect import collect
+from corp.stats.grams import Grams
+from corp.stats.moments import Moments
+from corp.stats.statistics import Statistics
+
+__all__ = ["Grams", "Moments", "Statistics", "collect"]

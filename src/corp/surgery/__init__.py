@@ -1,0 +1,1 @@
+"""Changes modules, knowing only torch.nn."""

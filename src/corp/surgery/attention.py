@@ -1,0 +1,184 @@
+"""Attention whose queries and keys are narrower than its values: one small module per calling convention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corp.numerics import logit
+from corp.sites import AttentionSite, Rows
+from corp.surgery.linear import Projection, make_linear, rows_of
+
+_true_widths: ContextVar[bool] = ContextVar("true_widths", default=False)
+
+
+@contextmanager
+def true_widths() -> Iterator[None]:
+    """Within this context no width is padded, so that counted operations are the real ones."""
+    token = _true_widths.set(True)
+    try:
+        yield
+    finally:
+        _true_widths.reset(token)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    drop: float = 0.0,
+) -> Tensor:
+    """softmax(scale q k^T + mask) v for q, k (B, H, n, e) and v (B, H, n, d), by the fastest kernel for these widths.
+
+    The fused CPU kernel takes equal widths only; zero-padding q and k to it is about twice as fast as
+    the unfused one. CUDA's memory-efficient kernel takes unequal widths as they are.
+    """
+    narrower = v.shape[-1] - q.shape[-1]
+    if narrower > 0 and q.device.type != "cuda" and not _true_widths.get():
+        q, k = F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal, scale=scale)
+
+
+class PackedAttention(nn.Module):
+    """timm's Attention (one `qkv` projection), with narrower queries and keys."""
+
+    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
+        super().__init__()
+        self.num_heads: int = dense.num_heads
+        self.qk_dim = q.weight.shape[0] // self.num_heads
+        self.head_dim: int = dense.head_dim  # of the values
+        self.scale: float = dense.scale  # of the DENSE width: pruning must not change the temperature
+        self.qkv = fuse_projections(dense.qkv, q, k, _last(dense.qkv, self.num_heads * self.head_dim))
+        self.attn_drop = dense.attn_drop
+        self.norm = getattr(dense, "norm", nn.Identity())
+        self.gate = getattr(dense, "gate", None)
+        self.proj = dense.proj
+        self.proj_drop = dense.proj_drop
+        self.train(dense.training)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, qk_dim={self.qk_dim}, v_dim={self.head_dim}"
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return self._attend(x, attn_mask, is_causal)
+
+    def _attend(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        narrow, wide = self.num_heads * self.qk_dim, self.num_heads * self.head_dim
+        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).split((narrow, narrow, wide), dim=-1))
+        drop = self.attn_drop.p if self.training else 0.0
+        y = attend(q, k, v, scale=self.scale, mask=mask, causal=causal, drop=drop)  # (B, H, n, d)
+        y = self.norm(y.transpose(1, 2).flatten(2))
+        if self.gate is not None:
+            y = y * self.gate(x).sigmoid()
+        projected: Tensor = self.proj_drop(self.proj(y))
+        return projected
+
+
+class RelativeAttention(PackedAttention):
+    """timm's RelPosAttention: a learned bias is added to the logits; pruning Q/K does not concern it."""
+
+    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
+        super().__init__(dense, q, k)
+        self.rel_pos = dense.rel_pos
+
+    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return self._attend(x, shared_rel_pos if self.rel_pos is None else self.rel_pos.get_bias(), False)
+
+
+class LatentPool(nn.Module):
+    """timm's AttentionPoolLatent: learned queries look at all tokens (SigLIP's pooling)."""
+
+    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
+        super().__init__()
+        self.num_heads: int = dense.num_heads
+        self.qk_dim = q.weight.shape[0] // self.num_heads
+        self.head_dim: int = dense.head_dim
+        self.scale: float = dense.scale
+        self.pool: str = dense.pool
+        self.latent, self.pos_embed = dense.latent, dense.pos_embed
+        self.q = make_linear(dense.q, *q)
+        self.kv = fuse_projections(dense.kv, k, _last(dense.kv, self.num_heads * self.head_dim))
+        self.proj, self.proj_drop, self.norm, self.mlp = dense.proj, dense.proj_drop, dense.norm, dense.mlp
+        self.train(dense.training)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        if self.pos_embed is not None:
+            x = x + self.pos_embed.unsqueeze(0).to(x.dtype)
+        narrow, wide = self.num_heads * self.qk_dim, self.num_heads * self.head_dim
+        q = split_heads(self.q(self.latent.expand(len(x), -1, -1)), self.num_heads)
+        k, v = (split_heads(part, self.num_heads) for part in self.kv(x).split((narrow, wide), dim=-1))
+        heads = attend(q, k, v, scale=self.scale, mask=attn_mask)
+        y: Tensor = self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+        if self.mlp is not None:
+            y = y + self.mlp(self.norm(y))
+        if self.pool == "token":
+            return y[:, 0]
+        return y.mean(1) if self.pool == "avg" else y
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, n, H d) -> (B, H, n, d)."""
+    return x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _last(linear: nn.Linear, count: int) -> Rows:
+    """The values' rows: they come last in every packing, whatever the width of queries and keys."""
+    return Rows("", linear.out_features - count, linear.out_features)
+
+
+def fuse_projections(dense: nn.Linear, *parts: Projection | Rows) -> nn.Linear:
+    """One linear layer (one matrix product) out of several; Rows point at parts of `dense` that stay as they are."""
+    taken = [
+        Projection(dense.weight[p.start : p.stop], None if dense.bias is None else dense.bias[p.start : p.stop])
+        if isinstance(p, Rows)
+        else p
+        for p in parts
+    ]
+    like = dense.weight
+    weight = torch.cat([p.weight.to(like) for p in taken])
+    biases = [p.bias.to(like) for p in taken if p.bias is not None]
+    return make_linear(dense, weight, torch.cat(biases) if len(biases) == len(taken) else None)
+
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+
+def shrink_attention(
+    model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], factors: Sequence[Factors] | None
+) -> None:
+    """Keep the dimensions kept[h] (S,) of every head, mixed by factors[h] = (A for queries, B for keys) if given."""
+    dense = model.get_submodule(site.name)
+    sides = (site.q, site.k)
+    q, k = (
+        _narrow(rows_of(model, rows), kept, None if factors is None else [pair[side] for pair in factors])
+        for side, rows in enumerate(sides)
+    )
+    model.set_submodule(site.name, site.build(dense, q, k))
+
+
+def _narrow(dense: Projection, kept: Sequence[Tensor], factors: Sequence[Tensor] | None) -> Projection:
+    """Every head's rows restricted to what it keeps; folding is float64, the cast comes last (in make_linear)."""
+    heads = len(kept)
+    W = dense.weight.reshape(heads, -1, dense.weight.shape[1])  # (H, d, D)
+    b = None if dense.bias is None else dense.bias.reshape(heads, -1)  # (H, d)
+    weights, biases = [], []
+    for h, index in enumerate(kept):
+        if factors is None:
+            index = index.to(W.device)
+            weight, bias = W[h][index], None if b is None else b[h][index]
+        else:  # on the CPU: not every device has float64
+            dense_bias = None if b is None else b[h].cpu().double()
+            weight, bias = logit.fold(W[h].cpu().double(), dense_bias, index, factors[h])
+        weights.append(weight)
+        biases.append(bias)
+    return Projection(torch.cat(weights), None if b is None else torch.cat([x for x in biases if x is not None]))

@@ -1,0 +1,61 @@
+"""A recipe validates itself, and says what is wrong."""
+
+import json
+
+import pytest
+from corp import CorpError, Recipe
+from corp.recipe import kept_width
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp": 1.0}, "mlp=1.0 is not a sparsity"),
+        ({"attn": -0.1}, "attn=-0.1 is not a sparsity"),
+        ({"mlp": float("nan")}, "not a sparsity"),
+        ({"mlp": "half"}, "not a sparsity"),
+        ({"mlp": True}, "not a sparsity"),
+        ({"rank": "best"}, "rank='best' is not one of"),
+        ({"compensate": "some"}, "compensate='some' is not one of"),
+        ({"intercept": "yes"}, "intercept='yes'"),
+        ({"intercept": 1}, "intercept=1"),
+        ({"compensate": "mean", "intercept": False}, "correction of the bias"),
+        ({"ridge": -1.0}, "ridge=-1.0"),
+        ({"ridge": float("inf")}, "ridge=inf"),
+        ({"round_to": 0}, "round_to: 0"),
+        ({"round_to": {"heads": 8}}, "unknown key.* heads; it takes head, mlp"),
+        ({"skip": [3]}, "skip="),
+        ({"overrides": {"blocks.0.*": {"mpl": 0.2}}}, "unknown key.* mpl"),
+        ({"overrides": {"blocks.0.*": 0.2}}, "overrides"),
+        ({"overrides": {"blocks.0.*": {"mlp": 1.5}}}, "not a sparsity"),
+    ],
+)
+def test_nonsense_is_refused_with_the_reason(changes: dict, message: str) -> None:
+    with pytest.raises(CorpError, match=message):
+        Recipe(**changes)
+
+
+def test_last_override_wins_and_other_kinds_keep_the_default() -> None:
+    recipe = Recipe(mlp=0.5, attn=0.4, overrides={"blocks.*": {"mlp": 0.3}, "blocks.1.*": {"mlp": 0.1}})
+    assert recipe.sparsity("mlp", "blocks.0.mlp") == 0.3
+    assert recipe.sparsity("mlp", "blocks.1.mlp") == 0.1
+    assert recipe.sparsity("attn", "blocks.1.attn") == 0.4
+
+
+def test_recipe_survives_json() -> None:
+    recipe = Recipe(mlp=0.5, round_to={"mlp": 64}, skip="blocks.0.*", overrides={"blocks.1.*": {"attn": 0.2}})
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_unknown_fields_in_a_file_are_refused() -> None:
+    with pytest.raises(CorpError, match="unknown recipe field.* nlp"):
+        Recipe.from_dict({"nlp": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("width", "sparsity", "multiple", "expected"),
+    [(80, 0.3, 1, 56), (80, 0.7, 1, 24), (64, 0.1, 1, 58), (768, 0.5, 1, 384), (100, 0.5, 64, 64), (100, 0.3, 64, 100)]
+    + [(64, 0.0, 8, 64), (3, 0.99, 1, 1), (1000, 0.999999, 1, 1)],
+)
+def test_kept_width_is_the_exact_ceiling(width: int, sparsity: float, multiple: int, expected: int) -> None:
+    assert kept_width(width, sparsity, multiple) == expected
