@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import corp  # noqa: F401  (before anything imports timm)
 import pytest
 import torch
 
+import corp  # noqa: F401  (before anything imports timm)
+
 torch.set_num_threads(1)  # tiny models: more threads only get in each other's way
-
-
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +18,7 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def assets() -> Path:
     """Real weights and data; tests that use them skip with a reason where they are not."""
     root = os.environ.get("CORP_ASSETS", "")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 
-import corp
 import pytest
 import torch
-from corp import CorpError, Recipe
-from corp.sites import MLPSite, Rows
 from timm.layers import AttentionRope
 from timm.models.eva import Eva
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import Tensor, nn
 
+import corp
+from corp import CorpError, Recipe
+from corp.sites import MLPSite, Rows
 from tests.models import FAMILIES, build, images, vit
 
 
@@ -80,11 +80,14 @@ def test_predicted_distortion_equals_the_measured_one_at_every_site(family: str)
             measured = [float(difference.square().sum()) / tokens]
         else:
             measured = [
-                sum(float((a - b).square().sum()) for a, b in zip(logits(dense, site, h), logits(pruned, site, h), strict=True))
+                sum(
+                    float((a - b).square().sum())
+                    for a, b in zip(logits(dense, site, h), logits(pruned, site, h), strict=True)
+                )
                 for h in range(site.heads)
             ]
         for cost, value in zip(planned.costs, measured, strict=True):
-            assert cost.J == pytest.approx(value, rel=1e-6, abs=1e-9 * cost.energy)
+            assert pytest.approx(value, rel=1e-6, abs=1e-9 * cost.energy) == cost.J
 
 
 def recorded(model: nn.Module, data: list[Tensor], replace: nn.Module | None = None) -> dict[str, Tensor]:
@@ -240,7 +243,7 @@ def test_parametrised_linears_are_refused() -> None:
 def test_unknown_models_are_refused_with_a_way_out() -> None:
     with pytest.raises(CorpError, match=r"no adapter knows .*Sequential.*register_adapter"):
         corp.find_sites(nn.Sequential(nn.Linear(3, 3)))
-    with pytest.raises(CorpError, match="expected a torch.nn.Module, got str"):
+    with pytest.raises(CorpError, match=r"expected a torch\.nn\.Module, got str"):
         corp.find_sites("deit_tiny")  # type: ignore[arg-type]
 
 
@@ -290,5 +293,3 @@ def test_a_failing_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     corp.register_adapter("broken", lambda model: model.no_such_thing)
     with pytest.raises(CorpError, match="adapter 'broken' failed on VisionTransformer"):
         corp.find_sites(vit())
-
-

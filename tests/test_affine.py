@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from corp.errors import SingularSystemError
 from corp.numerics import affine
-from torch import Tensor
 
 kept, pruned = torch.tensor([0, 2, 5, 6]), torch.tensor([1, 3, 4])
 
@@ -55,7 +56,7 @@ def test_predicted_distortion_equals_the_measured_one(tokens: Tensor, ridge: flo
     mean, cov = moments(tokens)
     fit = affine.fit_affine(mean, cov, kept, pruned, ridge=ridge)
     found = affine.distortion(W, mean, cov, kept, pruned, fit)
-    assert found.J == pytest.approx(measured(tokens, W, fit), rel=1e-9)
+    assert pytest.approx(measured(tokens, W, fit), rel=1e-9) == found.J
     nothing = affine.nothing(mean, kept, pruned)
     assert found.J_uncomp == pytest.approx(measured(tokens, W, nothing), rel=1e-9)
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from corp.numerics import logit
 from corp.numerics.linalg import pack, packed_index, unpack
 from corp.stats import Grams
-from torch import Tensor
 
 kept, pruned = torch.tensor([0, 2, 3]), torch.tensor([1, 4])
 
@@ -38,7 +39,7 @@ def test_system_equals_the_normal_equations_of_all_logits(samples: tuple[Tensor,
     system = system_of(*samples)
     torch.testing.assert_close(system.G, A.T @ A)
     torch.testing.assert_close(system.h, A.T @ T)
-    assert system.T == pytest.approx(float(T @ T))
+    assert pytest.approx(float(T @ T)) == system.T
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.4])
@@ -56,7 +57,7 @@ def test_fit_equals_brute_force_ridge_and_predicts_its_error(samples: tuple[Tens
         for b in range(len(q))
     )
     found = logit.distortion(system, M)
-    assert found.J == pytest.approx(measured, rel=1e-9)
+    assert pytest.approx(measured, rel=1e-9) == found.J
     best = torch.linalg.lstsq(A, T[:, None]).solution[:, 0]
     J_star = float((T - A @ best).square().sum())
     assert found.J_star == pytest.approx(J_star, rel=1e-6)

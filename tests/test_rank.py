@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from corp.numerics import rank
 
 

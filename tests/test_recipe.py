@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from corp import CorpError, Recipe
 from corp.recipe import kept_width
 
@@ -48,14 +49,23 @@ def test_recipe_survives_json() -> None:
 
 
 def test_unknown_fields_in_a_file_are_refused() -> None:
-    with pytest.raises(CorpError, match="unknown recipe field.* nlp"):
+    with pytest.raises(CorpError, match=r"unknown recipe field.* nlp"):
         Recipe.from_dict({"nlp": 0.5})
 
 
 @pytest.mark.parametrize(
     ("width", "sparsity", "multiple", "expected"),
-    [(80, 0.3, 1, 56), (80, 0.7, 1, 24), (64, 0.1, 1, 58), (768, 0.5, 1, 384), (100, 0.5, 64, 64), (100, 0.3, 64, 100)]
-    + [(64, 0.0, 8, 64), (3, 0.99, 1, 1), (1000, 0.999999, 1, 1)],
+    [
+        (80, 0.3, 1, 56),
+        (80, 0.7, 1, 24),
+        (64, 0.1, 1, 58),
+        (768, 0.5, 1, 384),
+        (100, 0.5, 64, 64),
+        (100, 0.3, 64, 100),
+        (64, 0.0, 8, 64),
+        (3, 0.99, 1, 1),
+        (1000, 0.999999, 1, 1),
+    ],
 )
 def test_kept_width_is_the_exact_ceiling(width: int, sparsity: float, multiple: int, expected: int) -> None:
     assert kept_width(width, sparsity, multiple) == expected

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from corp.errors import StatisticsError
 from corp.stats import Grams, Moments
 from corp.stats.moments import ACTIVE_EPS

@@ -20,8 +20,10 @@ from corp.numerics import affine, logit, rank
 from corp.recipe import KINDS, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite
 from corp.stats import Grams, Moments
+from corp.text import text_table
 
 PLAN_VERSION = 1
+COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error", "error without compensation")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class SitePlan:
     @property
     def achieved(self) -> float:
         return 1 - self.keep / self.width
+
+    def row(self) -> tuple[str, ...]:
+        """One line of a table, under COLUMNS."""
+        heads = f"{len(self.kept)} x " if self.kind == "attn" else ""
+        shares = (f"{self.requested:.1%}", f"{self.achieved:.1%}")
+        errors = (f"{self.relative_error:.2%}", f"{self.relative_uncompensated:.2%}")
+        widths = (f"{heads}{self.width}", f"{heads}{self.keep}")
+        return self.name, self.kind, *widths, *shares, f"{self.rho2:.3f}", *errors
 
     def indices(self) -> list[Tensor]:
         return [torch.tensor(group, dtype=torch.long) for group in self.kept]
@@ -124,9 +134,9 @@ class Plan:
         return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples)
 
     def __str__(self) -> str:
-        from corp.report.tables import plan_text
-
-        return plan_text(self)
+        if not self.sites:
+            return "nothing to prune: every site keeps its width"
+        return text_table(COLUMNS, [site.row() for site in self.sites])
 
 
 def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, moments: Moments, recipe: Recipe) -> SitePlan:

@@ -137,7 +137,8 @@ def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
                 shape = tuple(file.get_slice(name).get_shape())
                 if shape != tuple(tensor.shape):
                     raise StorageError(f"{path}: {name} has shape {shape}, the model needs {tuple(tensor.shape)}")
-            tensors = {name: file.get_tensor(name) for name in expected}
+            # Copies: the file's memory is not aligned as torch aligns, and kernels then round differently.
+            tensors = {name: file.get_tensor(name).clone() for name in expected}
     except SafetensorError as error:
         raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
     for name, tensor in tensors.items():

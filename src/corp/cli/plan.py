@@ -11,7 +11,7 @@ from corp import api
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import StorageError
-from corp.report.tables import COLUMNS, site_row
+from corp.plan import COLUMNS
 
 
 @command
@@ -52,5 +52,5 @@ def plan(
     if json:
         show_json(planned.to_dict())
         return
-    show_table("plan", COLUMNS, [site_row(site) for site in planned.sites])
+    show_table("plan", COLUMNS, [site.row() for site in planned.sites])
     note("nothing was changed" + (f"; the plan is in {out}" if out else ""))

@@ -11,7 +11,8 @@ from corp import api, storage
 from corp.atomic import refuse_existing
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.report.tables import COLUMNS, Report, site_row
+from corp.plan import COLUMNS
+from corp.report.tables import TOTALS, Report
 
 
 @command
@@ -56,5 +57,5 @@ def prune(
 
 
 def show_report(report: Report) -> None:
-    show_table("sites", COLUMNS, [site_row(site) for site in report.plan.sites])
-    show_table("before and after", ("", "before", "after", "ratio"), report.totals())
+    show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
+    show_table("before and after", TOTALS, report.totals())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from corp.report.tables import COLUMNS, Report, site_row
+from corp.plan import COLUMNS
+from corp.report.tables import TOTALS, Report
+from corp.text import markdown_table
 
 
 def model_card(report: Report, manifest: dict[str, Any]) -> str:
@@ -29,15 +31,10 @@ import corp
 model = corp.load("path/to/this/folder"{argument})
 ```
 
-{markdown_table(("", "before", "after", "ratio"), [tuple(row) for row in report.totals()])}
+{markdown_table(TOTALS, report.totals())}
 
 `error` is the predicted squared error of a site's output relative to its energy, on the calibration data, with the
 dense model's inputs; `rho²` is the share of what was removed that the kept part predicts.
 
-{markdown_table(COLUMNS, [site_row(site) for site in report.plan.sites])}
+{markdown_table(COLUMNS, [site.row() for site in report.plan.sites])}
 """
-
-
-def markdown_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [columns, tuple("---" for _ in columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Real weights and images, if they are there; tests that need them skip with a reason where they are not.
+CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
+export CORP_ASSETS
+
+.PHONY: demo test check test-real bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/corp demo --out corp-demo --overwrite
+
+test: check
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-real: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m real
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/params.py
+	$(BIN)/python benchmarks/deit_tiny.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) corp-demo .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Measurements that anyone can repeat; what they printed is in results/."""

@@ -1,0 +1,165 @@
+"""calibrate, plan and apply: what they accept, warn of and refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import corp
+from corp import CorpError, Recipe
+from corp.errors import CorpWarning
+from tests.models import build, images, vit
+
+
+def test_prune_is_its_three_steps() -> None:
+    model, data, recipe = build("vit"), images(), Recipe(mlp=0.5, attn=0.5)
+    stats = corp.calibrate(model, data)
+    stepwise = corp.apply(model, stats, corp.plan(model, stats, recipe))
+    at_once = corp.prune(model, data, recipe)
+    assert stepwise.plan == at_once.plan
+    states = stepwise.model.state_dict(), at_once.model.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_statistics_add_like_one_pass() -> None:
+    model, data, recipe = build("vit"), images(4), Recipe(mlp=0.5, attn=0.5)
+    parts = corp.calibrate(model, data[:1]) + corp.calibrate(model, data[1:])
+    whole = corp.calibrate(model, data)
+    assert parts.samples == whole.samples == 200
+    for a, b in zip(corp.plan(model, parts, recipe).sites, corp.plan(model, whole, recipe).sites, strict=True):
+        assert a.kept == b.kept
+        assert [c.J for c in a.costs] == pytest.approx([c.J for c in b.costs], rel=1e-9)
+
+
+def test_statistics_of_other_weights_are_refused() -> None:
+    model, data = build("vit"), images()
+    stats = corp.calibrate(model, data)
+    with torch.no_grad():
+        model.blocks[0].mlp.fc1.weight[0, 0] += 1
+    with pytest.raises(CorpError, match="other weights"):
+        corp.plan(model, stats, Recipe(mlp=0.5))
+    with pytest.raises(CorpError, match="different weights"):
+        _ = stats + corp.calibrate(model, data)
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("vit")
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.inner(pixels)
+
+
+def test_batches_may_be_tensors_tuples_dicts_or_anything_with_forward() -> None:
+    data, recipe = images(), Recipe(mlp=0.5, attn=0.5)
+    model = build("vit")
+    plain = corp.prune(model, data, recipe).plan.sites
+    labelled = corp.prune(model, [(x, torch.zeros(len(x))) for x in data], recipe).plan.sites
+    other = corp.prune(model, [{"image": x} for x in data], recipe, forward=lambda m, b: m(b["image"])).plan.sites
+    named = corp.prune(TakesDict().eval(), [{"pixels": x} for x in data], recipe)
+    assert plain == labelled == other
+    assert [site.kept for site in named.plan.sites] == [site.kept for site in plain]
+    assert named.report.macs is not None
+    with pytest.raises(CorpError, match=r"got str.*forward="):
+        corp.calibrate(model, ["x"])
+
+
+def test_no_data_is_an_error() -> None:
+    with pytest.raises(CorpError, match="was empty"):
+        corp.prune(build("vit"), [], Recipe(mlp=0.5))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_inf_name_the_site(bad: float) -> None:
+    model = build("vit", torch.float32)
+    with torch.no_grad():
+        model.blocks[1].mlp.fc1.weight[3, 3] = bad
+    with pytest.raises(CorpError, match=r"NaN or Inf in the activations of site 'blocks\.1\.mlp'"):
+        corp.calibrate(model, images(dtype=torch.float32))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_too_few_tokens_are_warned_of_with_the_numbers() -> None:
+    model = build("vit")
+    with pytest.warns(CorpWarning, match=r"17 tokens for 48 kept channels; a stable fit needs at least 96"):
+        corp.prune(model, [images()[0][:1]], Recipe(mlp=0.5, ridge=0.1))
+
+
+def test_skip_and_overrides_reach_the_sites() -> None:
+    model, data = build("vit"), images()
+    recipe = Recipe(mlp=0.5, attn=0.5, skip="blocks.0.attn", overrides={"blocks.1.*": {"mlp": 0.25}})
+    plan = corp.plan(model, corp.calibrate(model, data), recipe)
+    assert {site.name: site.keep for site in plan.sites} == {"blocks.0.mlp": 48, "blocks.1.attn": 4, "blocks.1.mlp": 72}
+
+
+def test_globs_that_match_nothing_are_errors() -> None:
+    with pytest.raises(CorpError, match=r"'block\.0\.\*' matches no site; they are called blocks\.0\.attn"):
+        corp.prune(vit(), [], Recipe(mlp=0.5, skip="block.0.*"))
+    with pytest.raises(CorpError, match="matches no site"):
+        corp.prune(vit(), [], Recipe(overrides={"layers.*": {"mlp": 0.5}}))
+
+
+def test_rounding_reports_asked_and_achieved() -> None:
+    model, data = build("vit"), images()
+    plan = corp.plan(model, corp.calibrate(model, data), Recipe(mlp=0.45, attn=0.5, round_to={"mlp": 32, "head": 8}))
+    assert [(s.name, s.keep, s.requested) for s in plan.sites] == [
+        ("blocks.0.mlp", 64, 0.45),
+        ("blocks.1.mlp", 64, 0.45),
+    ]
+    assert plan.sites[0].achieved == pytest.approx(1 / 3)
+
+
+def test_compensation_orders_as_promised() -> None:
+    model, data = build("vit"), images()
+    stats = corp.calibrate(model, data)
+    plans = [corp.plan(model, stats, Recipe(mlp=0.5, compensate=how)) for how in ("full", "mean", "none")]
+    for full, mean, none in zip(*(plan.sites for plan in plans), strict=True):
+        assert full.kept == mean.kept == none.kept
+        assert full.costs[0].J < mean.costs[0].J < none.costs[0].J == none.costs[0].J_uncomp
+
+
+def test_no_bias_means_no_intercept_unless_asked() -> None:
+    model, data = build("no-biases"), images()
+    stats = corp.calibrate(model, data)
+    auto = corp.apply(model, stats, corp.plan(model, stats, Recipe(mlp=0.5)))
+    asked = corp.apply(model, stats, corp.plan(model, stats, Recipe(mlp=0.5, intercept=True)))
+    assert auto.model.blocks[0].mlp.fc2.bias is None
+    assert asked.model.blocks[0].mlp.fc2.bias is not None
+    assert asked.plan.sites[0].costs[0].J <= auto.plan.sites[0].costs[0].J
+
+
+def test_ridge_zero_on_singular_data_is_an_error_with_the_site() -> None:
+    model = build("vit")
+    with (
+        pytest.warns(CorpWarning),
+        pytest.raises(CorpError, match=r"blocks\.0\.mlp \(mlp, width 96\): .*raise the ridge"),
+    ):
+        corp.prune(model, [images()[0][:1]], Recipe(mlp=0.5, ridge=0.0))
+
+
+def test_plans_of_other_models_are_refused() -> None:
+    model, data = build("vit"), images()
+    stats = corp.calibrate(model, data)
+    plan = corp.plan(model, stats, Recipe(mlp=0.5))
+    with pytest.raises(CorpError, match="other weights"):
+        corp.apply(build("dinov2"), stats, plan)
+
+
+def test_report_prints_and_serialises() -> None:
+    result = corp.prune(build("vit"), images(), Recipe(mlp=0.5, attn=0.5))
+    text, content = str(result.report), result.report.to_dict()
+    assert "blocks.0.mlp" in text
+    assert "parameters" in text
+    assert content["params"]["after"] < content["params"]["before"]
+    assert {"rho2", "relative_error", "requested", "achieved"} <= content["sites"][0].keys()
+    assert "blocks.0.mlp" in str(result.plan)
+    assert "blocks.0.mlp" in str(corp.find_sites(vit()))
+
+
+def test_random_state_is_left_as_found() -> None:
+    model, data = build("vit"), images()
+    before = torch.get_rng_state()
+    corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    assert torch.equal(before, torch.get_rng_state())
