@@ -21,20 +21,22 @@ from corp.demo.digits import WEIGHTS_PATH, LabelledSplit, build_model, load_labe
 
 SEED = 0
 BATCH_SIZE = 64
-PEAK_LR = 1e-3
+PEAK_LR = 6e-4
 WARMUP = 0.1
 WEIGHT_DECAY = 0.05
-LABEL_SMOOTHING = 0.1
-MAX_SHIFT = 1.0
-MAX_DEGREES = 12.0
+LABEL_SMOOTHING = 0.05
+INIT_GAIN = 1.7
+FC1_INIT_GAIN = 3.5
+MAX_SHIFT = 0.6
+MAX_DEGREES = 10.0
 MAX_ZOOM = 0.1
-NOISE_STD = 0.1
+NOISE_STD = 0.05
 
 
 def main() -> None:
     """Train, report the accuracy of the weights as stored, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=120)
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1, which is reproducible)")
     parser.add_argument("--output", type=Path, default=WEIGHTS_PATH)
     args = parser.parse_args()
@@ -43,7 +45,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     split = load_labelled_split()
     started = time.perf_counter()
-    model = train(build_model(), split, args.epochs)
+    model = train(initialise(build_model()), split, args.epochs)
     print(f"trained {args.epochs} epochs in {time.perf_counter() - started:.0f} s")
 
     weights = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
@@ -52,6 +54,18 @@ def main() -> None:
     print(f"test accuracy {accuracy(model, split.test_images, split.test_labels):.4f} (float16 weights)")
     write_atomically(weights, args.output)
     print(f"wrote {args.output} ({args.output.stat().st_size} bytes)")
+
+
+def initialise(model: nn.Module) -> nn.Module:
+    """Start the blocks from larger random weights than timm's.
+
+    From timm's small start, so easy a task leaves most hidden channels and query/key dimensions barely used, and
+    removing half of them goes unnoticed whatever the method. A large start keeps the work spread over all of them.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.startswith("blocks."):
+            nn.init.xavier_uniform_(module.weight, FC1_INIT_GAIN if name.endswith("mlp.fc1") else INIT_GAIN)
+    return model
 
 
 def train(model: nn.Module, split: LabelledSplit, epochs: int) -> nn.Module:

@@ -48,15 +48,13 @@ def test_moments_of_unequal_widths_do_not_add() -> None:
 
 
 def test_grams_add_single_and_folded() -> None:
-    class Eager(Grams):
-        fold_after = 0  # type: ignore[assignment]
-
     q, k = torch.randn(2, 6, 4, 2 * 3, dtype=torch.float64)
-    whole, first, second, folded = Grams(2, 3), Grams(2, 3), Grams(2, 3), Eager(2, 3)
+    whole, first, second, folded = Grams(2, 3), Grams(2, 3), Grams(2, 3), Grams(2, 3)
     whole.update(q, k)
     first.update(q[:2], k[:2])
     second.update(q[2:], k[2:])
     folded.update(q[2:], k[2:])
+    folded.fold()
     for both in (first + second, first + folded, folded + first):
         assert both.samples == 6
         for h in range(2):
@@ -66,11 +64,11 @@ def test_grams_add_single_and_folded() -> None:
 
 def test_many_samples_are_folded_into_one_sum() -> None:
     grams = Grams(1, 3)
-    q, k = torch.randn(2, 20, 4, 3, dtype=torch.float64)
-    for i in range(20):
+    q, k = torch.randn(2, 300, 4, 3, dtype=torch.float64)
+    for i in range(300):
         grams.update(q[i : i + 1], k[i : i + 1])
     assert grams.kron is not None
-    expected = sum((q[b].T @ q[b]) @ (k[b].T @ k[b]) for b in range(20))
+    expected = sum((q[b].T @ q[b]) @ (k[b].T @ k[b]) for b in range(300))
     torch.testing.assert_close(grams.head(0).cross(), expected)
 
 

@@ -19,6 +19,7 @@ from corp import CorpError, Recipe, Result
 from corp.plan import Plan
 from tests.models import FAMILIES, build, images, vit
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*data that was not fitted:corp.errors.CorpWarning")
 NAME = "deit_tiny_patch16_224"
 
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from corp import workers
 from corp.adapters.registry import find_sites
-from corp.batches import Forward, describe, example, move, run, size_of
-from corp.errors import CorpError, CorpWarning, DataError, PlanError, StatisticsError
+from corp.batches import Forward, example, move
+from corp.calibration import Job, Progress, Settings
+from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
 from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit, split
 from corp.measure.cost import count_macs, count_params
 from corp.numerics import affine, logit
@@ -24,12 +28,11 @@ from corp.plan import Plan, SitePlan, plan_attention, plan_mlp
 from corp.recipe import Recipe, kept_width
 from corp.report.tables import Report
 from corp.sites import AttentionSite, MLPSite, Site, Sites
-from corp.stats import Grams, Moments, Statistics, collect
+from corp.stats import Statistics
 from corp.surgery.attention import shrink_attention
 from corp.surgery.linear import linear_at, shrink_mlp
 
-T = TypeVar("T")
-Progress = Callable[[int], None]  # called with the number of samples (or sites) just finished
+OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
 
 @dataclass(frozen=True)
@@ -47,28 +50,35 @@ def calibrate(
     *,
     forward: Forward | None = None,
     progress: Progress | None = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    origin: dict[str, Any] | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> Statistics:
-    """Run the dense model over `batches` once and keep the sums that every later decision needs.
+    """Run the dense model over `batches` and keep the sums that every later decision needs.
 
     A batch is a tensor (model(x)), a dict (model(**x)), or a tuple or list of which only the first element
     is used; anything else goes through forward(model, batch). Nothing of the data itself is kept.
+
+    With `out` the sums go to that folder: a killed run continues when called again, and sums larger than memory
+    are taken in several passes (`batches` must then be iterable more than once). Under torch.distributed every
+    process takes its share of the batches. `settings` says how many tokens, how much memory; `origin` is a
+    record of where model and data came from.
     """
-    sites = find_sites(model)
-    statistics = Statistics(weights=fingerprint(model))
-    device, dtype = placement(model)
-    with evaluating(model), torch.no_grad(), collect(model, sites, statistics):
-        for batch in batches:
-            moved = batch if forward is not None else move(batch, device, dtype)
-            run(model, moved, forward)
-            if statistics.samples == 0 and forward is None:
-                statistics.inputs = describe(moved)
-            statistics.samples += size_of(batch)
-            if progress:
-                progress(size_of(batch))
-    if statistics.samples == 0:
-        raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
-    statistics.to(torch.device("cpu"))
-    return statistics
+    job = Job(
+        model,
+        list(find_sites(model)),
+        batches,
+        settings or Settings(),
+        dict(origin or {}),
+        fingerprint(model),
+        forward,
+        progress,
+        announce,
+        workers.current(),
+    )
+    with evaluating(model):
+        return job.run_in_memory() if out is None else job.run_in_folder(Path(out))
 
 
 def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progress | None = None) -> Plan:
@@ -79,12 +89,11 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progr
     _require_same_weights(model, stats.weights, "statistics")
     planned = []
     for site in wanted_sites(sites, recipe):
-        sums = stats.of(site.name)
         with _at_site(site):
-            _warn_if_few(site, sums, recipe)
-            planned.append(_plan_site(model, site, sums, recipe))
+            planned.append(_plan_site(model, site, stats, recipe))
         if progress:
             progress(1)
+    _warn_if_weak(planned, stats)
     return Plan(recipe, tuple(planned), stats.weights, stats.samples)
 
 
@@ -96,7 +105,7 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     smaller = copy.deepcopy(model)
     for site, site_plan in match(sites, plan):
         with _at_site(site):
-            _apply_site(smaller, site, stats.of(site.name), site_plan, plan.recipe)
+            _apply_site(smaller, site, stats, site_plan, plan.recipe)
     set_history(smaller, (*history(model), plan))
     return Result(smaller, plan, Report(plan, **_before_after(model, smaller, stats.inputs)))
 
@@ -201,29 +210,29 @@ def wanted_sites(sites: Sites, recipe: Recipe) -> list[Site]:
     return wanted
 
 
-def _plan_site(model: nn.Module, site: Site, sums: Moments | Grams, recipe: Recipe) -> SitePlan:
+def _plan_site(model: nn.Module, site: Site, stats: Statistics, recipe: Recipe) -> SitePlan:
     if isinstance(site, MLPSite):
         down = linear_at(model, site.down)
         W = down.weight.detach().cpu().double()
-        return plan_mlp(site, W, down.bias is not None, _as(Moments, sums), recipe)
-    return plan_attention(site, _as(Grams, sums), recipe)
+        return plan_mlp(site, W, down.bias is not None, stats.moments_of(site.name), recipe)
+    return plan_attention(site, stats.grams_of(site.name), recipe)
 
 
-def _apply_site(model: nn.Module, site: Site, sums: Moments | Grams, site_plan: SitePlan, recipe: Recipe) -> None:
+def _apply_site(model: nn.Module, site: Site, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> None:
     kept = site_plan.indices()
     pruned = [split(site.width, group) for group in kept]
     if isinstance(site, MLPSite):
         down = linear_at(model, site.down)
         W = down.weight.detach().cpu().double()
         b = W.new_zeros(len(W)) if down.bias is None else down.bias.detach().cpu().double()
-        mean, cov = moments_for_fit(_as(Moments, sums), site_plan.intercept)
+        mean, cov = moments_for_fit(stats.moments_of(site.name).all, site_plan.intercept)
         fit = fit_mlp(mean, cov, kept[0], pruned[0], recipe.compensate, recipe.ridge)
         folded = affine.fold(W, b, kept[0], pruned[0], fit)
         shrink_mlp(model, site, kept[0], folded, bias=site_plan.intercept or down.bias is not None)
         return
     factors = None
     if recipe.compensate == "full":
-        grams = _as(Grams, sums)
+        grams = stats.grams_of(site.name).all
         systems = (head_system(grams.head(h), kept[h], pruned[h]) for h in range(site.heads))
         factors = [logit.fold_factors(fit_head(system, "full", recipe.ridge)) for system in systems]
     shrink_attention(model, site, kept, factors)
@@ -241,21 +250,42 @@ def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str
     return costs
 
 
-def _warn_if_few(site: Site, sums: Moments | Grams, recipe: Recipe) -> None:
-    """A ridge fit on fewer observations than unknowns follows the sample, not the distribution."""
-    if recipe.compensate != "full":
-        return
-    keep = kept_width(site.width, recipe.sparsity(site.kind, site.name), recipe.multiple(site.kind))
-    if isinstance(sums, Moments):
-        have, need, what = sums.n, 2 * keep, f"tokens for {keep} kept channels"
-    else:
-        have, need, what = sums.tokens, 2 * keep, f"tokens for {keep} kept dimensions per head"
-    if have < need:
-        warnings.warn(
-            f"{site.name}: {have} {what}; a stable fit needs at least {need}. Calibrate on more samples",
-            CorpWarning,
-            stacklevel=3,
+def _warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
+    """A fit on too little follows the sample, not the distribution: say where, and how much more would do."""
+    few = [site for site in sites if 0 < _tokens(site, stats) < 2 * site.keep]
+    if few:
+        site = few[0]
+        what = "channels" if site.kind == "mlp" else "dimensions per head"
+        _warn(
+            f"{_and_others(few)}: {_tokens(site, stats)} tokens for {site.keep} kept {what}; "
+            f"a stable fit needs at least {2 * site.keep}. Calibrate on more samples"
         )
+    weak = sorted((site for site in sites if site.overfit > OVERFIT and site not in few), key=lambda s: -s.overfit)
+    if weak:
+        enough = math.ceil(stats.samples * weak[0].overfit / OVERFIT)
+        _warn(
+            f"{_and_others(weak)}: the error is {weak[0].overfit:.0%} larger on data that was not fitted; "
+            f"about {enough} samples (now {stats.samples}) would bring that to {OVERFIT:.0%}"
+        )
+
+
+def _and_others(sites: list[SitePlan]) -> str:
+    return sites[0].name + (f" and {len(sites) - 1} other sites" if len(sites) > 1 else "")
+
+
+def _tokens(site: SitePlan, stats: Statistics) -> int:
+    """Tokens that a full fit of this site rests on; 0 where there was no fit."""
+    if all(cost.J_uncomp == cost.J for cost in site.costs):
+        return 0
+    if site.kind == "mlp":
+        sums = stats.moments_of(site.name)
+        return sums.fit.n + sums.held.n
+    grams = stats.grams_of(site.name)
+    return grams.fit.tokens + grams.held.tokens
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CorpWarning, stacklevel=4)
 
 
 def _require_same_weights(model: nn.Module, weights: str, what: str) -> None:
@@ -273,12 +303,6 @@ def _at_site(site: Site) -> Iterator[None]:
     except CorpError as error:
         error.args = (f"{site.name} ({site.kind}, width {site.width}): {error}",)
         raise
-
-
-def _as(kind: type[T], sums: object) -> T:
-    if not isinstance(sums, kind):
-        raise StatisticsError(f"the statistics hold {type(sums).__name__} where {kind.__name__} belong")
-    return sums
 
 
 def _some(names: list[str]) -> str:

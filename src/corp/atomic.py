@@ -11,6 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; there two runs into one folder are not told apart
+    fcntl = None  # type: ignore[assignment]
+
 from corp.errors import StorageError
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim to be anything
@@ -52,6 +57,18 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)  # only there when something went wrong
 
 
+@contextmanager
+def lock_folder(folder: Path, name: str) -> Iterator[None]:
+    """One process at a time in a folder; the lock dies with its process, however that ends."""
+    try:
+        with (folder / f".lock-{name}").open("w") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+    except BlockingIOError as error:
+        raise StorageError(f"another run is writing to {folder}; wait for it, or choose another output") from error
+
+
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Say before the work, not after it, that the output is in the way."""
     if path.exists() or path.is_symlink():
@@ -83,6 +100,16 @@ def read_json(path: Path) -> Any:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not valid JSON: {error}") from error
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """A file of the folder that exists and does not lead out of it."""
+    path = folder / name
+    if not path.is_file():
+        raise StorageError(f"{folder} has no {name}; it is not a folder that corp saved, or not all of it")
+    if path.resolve().parent != folder.resolve():
+        raise StorageError(f"{path} is a link out of its folder; it is not followed")
+    return path
 
 
 def _umask() -> int:

@@ -19,7 +19,7 @@ from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit
 from corp.numerics import affine, logit, rank
 from corp.recipe import KINDS, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite
-from corp.stats import Grams, Moments
+from corp.stats import Grams, Moments, SiteSums
 from corp.text import text_table
 
 PLAN_VERSION = 1
@@ -31,7 +31,9 @@ class GroupCost:
     """Predicted cost of one group (an MLP, or one head): see numerics.affine.Distortion.
 
     MLP: expected squared output error per token. Head: squared logit error summed over the calibration samples.
-    `energy` is the same norm of the full output, so J / energy is a relative error.
+    `energy` is the same norm of the full output, so J / energy is a relative error. `fit` and `held` are the shares
+    of what was removed that a fit without the held-out data leaves unexplained on its own data and on that; None
+    where nothing was held out or fitted.
     """
 
     J: float
@@ -39,6 +41,15 @@ class GroupCost:
     J_uncomp: float
     rho2: float
     energy: float
+    fit: float | None = None
+    held: float | None = None
+
+    @property
+    def overfit(self) -> float:
+        """How much larger the error is on unseen data: 0.1 means ten percent."""
+        if not self.fit or self.held is None:
+            return 0.0
+        return max(0.0, self.held / self.fit - 1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,12 @@ class SitePlan:
         errors = (f"{self.relative_error:.2%}", f"{self.relative_uncompensated:.2%}")
         widths = (f"{heads}{self.width}", f"{heads}{self.keep}")
         return self.name, self.kind, *widths, *shares, f"{self.rho2:.3f}", *errors
+
+    @property
+    def overfit(self) -> float:
+        """The groups' overfitting, weighted by what they lost."""
+        lost = sum(c.J_uncomp for c in self.costs)
+        return sum(c.overfit * c.J_uncomp for c in self.costs) / lost if lost > 0 else 0.0
 
     def indices(self) -> list[Tensor]:
         return [torch.tensor(group, dtype=torch.long) for group in self.kept]
@@ -139,25 +156,44 @@ class Plan:
         return text_table(COLUMNS, [site.row() for site in self.sites])
 
 
-def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, moments: Moments, recipe: Recipe) -> SitePlan:
+def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
     """Rank, choose and predict for one MLP; W (o, D) is the weight of its second linear, in float64."""
     sparsity = recipe.sparsity("mlp", site.name)
     keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
     intercept = uses_intercept(recipe, has_bias)
-    mean, cov = moments.mean, moments.cov
-    scores = rank.mlp_scores(recipe.rank, mean, cov, moments.active_share, W)
+    moments = sums.all
+    scores = rank.mlp_scores(recipe.rank, moments.mean, moments.cov, moments.active_share, W)
     kept, pruned = rank.top(scores, keep)
     mean, cov = moments_for_fit(moments, intercept)
     fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
     cost = affine.distortion(W, mean, cov, kept, pruned, fit)
-    costs = (GroupCost(*cost, energy=affine.output_energy(W, mean, cov)),)
+    unseen = judge_mlp(W, sums, kept, pruned, intercept, recipe)
+    costs = (GroupCost(*cost, affine.output_energy(W, mean, cov), *unseen),)
     return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs)
 
 
-def plan_attention(site: AttentionSite, grams: Grams, recipe: Recipe) -> SitePlan:
+def judge_mlp(
+    W: Tensor, sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, intercept: bool, recipe: Recipe
+) -> tuple[float | None, float | None]:
+    """Fit without the held-out batches; the unexplained share on its own data and on theirs."""
+    if recipe.compensate != "full" or sums.fit.n == 0 or sums.held.n == 0:
+        return None, None
+    mean, cov = moments_for_fit(sums.fit, intercept)
+    fit = fit_mlp(mean, cov, kept, pruned, "full", recipe.ridge)
+
+    def unexplained(moments: Moments) -> float | None:
+        here = moments_for_fit(moments, intercept)
+        whole = affine.error(W, *here, kept, pruned, affine.mean_only(here[0], kept, pruned))
+        return affine.error(W, *here, kept, pruned, fit) / whole if whole > 0 else None
+
+    return unexplained(sums.fit), unexplained(sums.held)
+
+
+def plan_attention(site: AttentionSite, sums: SiteSums[Grams], recipe: Recipe) -> SitePlan:
     """Rank, choose and predict for every head of one attention."""
     sparsity = recipe.sparsity("attn", site.name)
     keep = kept_width(site.width, sparsity, recipe.multiple("attn"))
+    grams = sums.all
     kept_groups, costs = [], []
     for h in range(site.heads):
         head = grams.head(h)
@@ -166,8 +202,21 @@ def plan_attention(site: AttentionSite, grams: Grams, recipe: Recipe) -> SitePla
         system = head_system(head, kept, pruned)
         M = fit_head(system, recipe.compensate, recipe.ridge)
         kept_groups.append(tuple(kept.tolist()))
-        costs.append(GroupCost(*logit.distortion(system, M), energy=float(E.sum())))
+        unseen = judge_head(sums, h, kept, pruned, recipe)
+        costs.append(GroupCost(*logit.distortion(system, M), float(E.sum()), *unseen))
     return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept_groups), False, tuple(costs))
+
+
+def judge_head(
+    sums: SiteSums[Grams], h: int, kept: Tensor, pruned: Tensor, recipe: Recipe
+) -> tuple[float | None, float | None]:
+    """As judge_mlp, for one head."""
+    if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
+        return None, None
+    systems = [head_system(part.head(h), kept, pruned) for part in (sums.fit, sums.held)]
+    M = fit_head(systems[0], "full", recipe.ridge)
+    fit, held = (logit.error(system, M) / system.T if system.T > 0 else None for system in systems)
+    return fit, held
 
 
 def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
@@ -213,9 +262,14 @@ def _site(raw: object, number: int) -> SitePlan:
     intercept = entry.get("intercept")
     if not isinstance(intercept, bool):
         raise PlanError(f"{where}: 'intercept' is not true or false")
-    keys = ("J", "J_star", "J_uncomp", "rho2", "energy")
-    parsed = tuple(GroupCost(**{k: _number(_object(c, where), k, where) for k in keys}) for c in costs)
+    parsed = tuple(_cost(_object(cost, where), where) for cost in costs)
     return SitePlan(name, str(kind), int(width or 0), _number(entry, "requested", where), kept, intercept, parsed)
+
+
+def _cost(raw: Mapping[str, Any], where: str) -> GroupCost:
+    numbers = {key: _number(raw, key, where) for key in ("J", "J_star", "J_uncomp", "rho2", "energy")}
+    optional = {key: _number(raw, key, where) for key in ("fit", "held") if raw.get(key) is not None}
+    return GroupCost(**numbers, **optional)
 
 
 def _indices(raw: object, width: int, where: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from corp.adapters.registry import adapter_named, adapters_for
 from corp.api import Result, history, set_history, shrink
-from corp.atomic import new_folder, read_json
+from corp.atomic import file_in, new_folder, read_json
 from corp.errors import CorpError, StorageError
 from corp.plan import Plan
 from corp.report.card import model_card
@@ -112,16 +112,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest.get("base"), dict | None):
         raise StorageError(f"{folder / MANIFEST}: 'base' is not an object")
     return manifest
-
-
-def file_in(folder: Path, name: str) -> Path:
-    """A file of the folder that exists and does not lead out of it."""
-    path = folder / name
-    if not path.is_file():
-        raise StorageError(f"{folder} has no {name}; it is not a folder that corp saved, or not all of it")
-    if path.resolve().parent != folder.resolve():
-        raise StorageError(f"{path} is a link out of its folder; it is not followed")
-    return path
 
 
 def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:

@@ -69,42 +69,52 @@ class ImageBatches(Iterable[Tensor]):
         self.max_bad, self.workers = max_bad, workers
         self.bad: list[tuple[Path, str]] = []
 
-    def __len__(self) -> int:
-        """Number of images (not of batches)."""
+    @property
+    def samples(self) -> int:
+        """How many images there are, the unreadable ones included."""
         return len(self.paths)
 
     def __iter__(self) -> Iterator[Tensor]:
-        self.bad = []
-        held: list[Tensor] = []
-        for path, image in self._decoded():
-            if isinstance(image, str):
-                self._note_bad(path, image)
-                continue
-            held.append(image)
-            if len(held) == self.batch_size:
-                yield torch.stack(held)
-                held = []
-        if held:
-            yield torch.stack(held)
-        elif len(self.bad) == len(self.paths):
-            raise DataError(f"none of the {len(self.paths)} images can be decoded; the first: {_first(self.bad)}")
+        return (batch for _, _, batch in self.indexed(lambda _: True))
 
-    def _decoded(self) -> Iterator[tuple[Path, Tensor | str]]:
-        """Images in order, at most two batches ahead of who takes them."""
-        ahead = 2 * self.batch_size
-        waiting: deque[tuple[Path, Future[Tensor | str]]] = deque()
+    def indexed(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Tensor]]:
+        """(index, index of its first image, batch) of the wanted batches; the others are not decoded.
+
+        A batch is a fixed slice of the paths less the unreadable ones, whoever asks for it and in whatever run.
+        """
+        self.bad = []
+        starts = range(0, len(self.paths), self.batch_size)
+        indices = [index for index in range(len(starts)) if wanted(index)]
+        seen = 0
+        for index, images in zip(indices, self._decoded([starts[i] for i in indices]), strict=True):
+            good = [image for image in images if isinstance(image, Tensor)]
+            seen += len(good)
+            if good:
+                yield index, starts[index], torch.stack(good)
+        if indices and seen == 0:
+            raise DataError(f"none of the {len(self.bad)} images can be decoded; the first: {_first(self.bad)}")
+
+    def _decoded(self, starts: list[int]) -> Iterator[list[Tensor | str]]:
+        """The images of the batches at `starts`, in order, decoded up to two batches ahead of who takes them."""
+        waiting: deque[tuple[list[Path], list[Future[Tensor | str]]]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="corp-decode")
         try:
-            for path in self.paths:
-                waiting.append((path, pool.submit(self._decode, path)))
-                if len(waiting) > ahead:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
+            for start in starts:
+                paths = self.paths[start : start + self.batch_size]
+                waiting.append((paths, [pool.submit(self._decode, path) for path in paths]))
+                if len(waiting) > 2:
+                    yield self._collected(*waiting.popleft())
             while waiting:
-                done, future = waiting.popleft()
-                yield done, future.result()
+                yield self._collected(*waiting.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+    def _collected(self, paths: list[Path], futures: list[Future[Tensor | str]]) -> list[Tensor | str]:
+        images = [future.result() for future in futures]
+        for path, image in zip(paths, images, strict=True):
+            if isinstance(image, str):
+                self._note_bad(path, image)
+        return images
 
     def _decode(self, path: Path) -> Tensor | str:
         """The transformed image, or why there is none."""

@@ -2,62 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
 from corp.sites import AttentionSite, MLPSite, Site
 from corp.stats.grams import Grams
-from corp.stats.moments import Moments
-from corp.stats.statistics import Statistics
+from corp.stats.moments import Moments, shift_of
+from corp.stats.site_sums import AnySums, SiteSums, Sums
+
+GOLDEN = 0.6180339887498949  # the fraction whose multiples spread most evenly
+
+
+@dataclass
+class Cursor:
+    """Where in the data the forward pass under way is: set before each batch, read by the hooks."""
+
+    sample: int = 0  # index of the batch's first sample among all
+    held: bool = False  # is this batch kept apart?
+
+
+@dataclass
+class Collector:
+    """The sums of a set of sites, and how many tokens of a sample each MLP takes (0: all)."""
+
+    sites: list[Site]
+    tokens: dict[str, int]
+
+    def __post_init__(self) -> None:
+        self.cursor = Cursor()
+        self.sums: dict[str, AnySums] = {site.name: _empty(site) for site in self.sites}
+
+    def _current(self, name: str, kind: type[Sums]) -> Sums:
+        """The sums that the batch under way belongs to."""
+        sums = self.sums[name]
+        current = sums.held if self.cursor.held else sums.fit
+        assert isinstance(current, kind)
+        return current
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """While this context is open, every forward pass of `model` adds to the sums."""
+        with _removed_later() as handles:
+            for site in self.sites:
+                if isinstance(site, MLPSite):
+                    handles.append(self._watch_mlp(model, site))
+                else:
+                    handles += self._watch_attention(model, site)
+            yield
+
+    @contextmanager
+    def finding_shifts(self, model: nn.Module) -> Iterator[None]:
+        """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
+        with _removed_later() as handles:
+            for site in self.sites:
+                if isinstance(site, MLPSite):
+                    handles.append(_watch_input(model, site, self._set_shift(site)))
+            yield
+
+    def _watch_mlp(self, model: nn.Module, site: MLPSite) -> RemovableHandle:
+        tokens = self.tokens.get(site.name, 0)
+
+        def before_down(x: Tensor) -> None:
+            moments = self._current(site.name, Moments)
+            moments.update(choose_tokens(x, tokens, self.cursor.sample))
+            _require_finite(moments, site)
+
+        return _watch_input(model, site, before_down)
+
+    def _set_shift(self, site: MLPSite) -> Callable[[Tensor], None]:
+        def before_down(x: Tensor) -> None:
+            sums: Any = self.sums[site.name]
+            sums.fit.shift = sums.held.shift = shift_of(x.reshape(-1, site.width))
+
+        return before_down
+
+    def _watch_attention(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
+        """Queries and keys may come out of one projection or of two; the sums need both."""
+        seen: dict[str, Tensor] = {}
+
+        def after(module: str, output: Tensor) -> None:
+            for side, rows in (("q", site.q), ("k", site.k)):
+                if rows.module == module:
+                    seen[side] = output[..., rows.start : rows.stop]
+            if len(seen) == 2:
+                grams = self._current(site.name, Grams)
+                grams.update(_as_batch(seen.pop("q")), _as_batch(seen.pop("k")))
+                _require_finite(grams, site)
+
+        def hook(module: str) -> RemovableHandle:
+            return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
+
+        return [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
+
+
+def choose_tokens(x: Tensor, tokens: int, first_sample: int) -> Tensor:
+    """(B, n, D) -> (m, D): `tokens` of every sample's, spread evenly, shifted from sample to sample; 0 takes all.
+
+    Which ones depends on the sample's index alone, not on how samples are batched or shared out to workers.
+    """
+    if x.dim() != 3 or tokens == 0 or tokens >= x.shape[1]:
+        return x.reshape(-1, x.shape[-1])
+    B, n, D = x.shape
+    offset = torch.arange(first_sample, first_sample + B, dtype=torch.float64)[:, None] * GOLDEN % 1  # (B, 1)
+    position = (torch.arange(tokens, dtype=torch.float64) + offset) * (n / tokens)  # (B, m), in [0, n)
+    flat = (torch.arange(B)[:, None] * n + position.long().clamp_(max=n - 1)).reshape(-1)
+    return x.reshape(B * n, D)[flat.to(x.device)]
+
+
+def _empty(site: Site) -> AnySums:
+    if isinstance(site, MLPSite):
+        return SiteSums(Moments(site.width), Moments(site.width))
+    return SiteSums(Grams(site.heads, site.width), Grams(site.heads, site.width))
 
 
 @contextmanager
-def collect(model: nn.Module, sites: Iterable[Site], into: Statistics) -> Iterator[None]:
-    """While this context is open, every forward pass of `model` adds to `into`."""
+def _removed_later() -> Iterator[list[RemovableHandle]]:
     handles: list[RemovableHandle] = []
     try:
-        for site in sites:
-            if isinstance(site, MLPSite):
-                handles += _watch_mlp(model, site, into.moments.setdefault(site.name, Moments(site.width)))
-            else:
-                handles += _watch_attention(
-                    model, site, into.grams.setdefault(site.name, Grams(site.heads, site.width))
-                )
-        yield
+        yield handles
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _watch_mlp(model: nn.Module, site: MLPSite, moments: Moments) -> list[RemovableHandle]:
-    def before_down(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        moments.update(args[0].reshape(-1, site.width))
-        _require_finite(moments, site)
-
-    return [model.get_submodule(site.down).register_forward_pre_hook(before_down)]
-
-
-def _watch_attention(model: nn.Module, site: AttentionSite, grams: Grams) -> list[RemovableHandle]:
-    """Queries and keys may come out of one projection or of two; the sums need both."""
-    seen: dict[str, Tensor] = {}
-
-    def after(module: str, output: Tensor) -> None:
-        for side, rows in (("q", site.q), ("k", site.k)):
-            if rows.module == module:
-                seen[side] = output[..., rows.start : rows.stop]
-        if len(seen) == 2:
-            q, k = seen.pop("q"), seen.pop("k")
-            grams.update(_as_batch(q), _as_batch(k))
-            _require_finite(grams, site)
-
-    def hook(module: str) -> RemovableHandle:
-        return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
-
-    return [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
+def _watch_input(model: nn.Module, site: MLPSite, see: Callable[[Tensor], None]) -> RemovableHandle:
+    return model.get_submodule(site.down).register_forward_pre_hook(lambda _m, args: see(args[0]))
 
 
 def _as_batch(x: Tensor) -> Tensor:

@@ -11,13 +11,16 @@ from corp.errors import StatisticsError
 from corp.numerics.linalg import pack, packed_index, packed_size, unpack
 from corp.stats.moments import sum_device
 
+FOLD_BLOCK = 256  # samples folded at once: one large product instead of many thin ones
+
 
 class Grams:
     """g_q = Q^T Q and g_k = K^T K of every sample and head, or the sum of their Kronecker products.
 
-    Few samples are kept one by one (packed, float32 like the products they are); past the number at
-    which that would be larger than sum_b vech(g_k) vech(g_q)^T, they are folded into that sum (float64).
-    Both hold all that any choice of dimensions needs.
+    Few samples are kept one by one (packed, float32 like the products they are), with the sum of each sample's
+    keys, from which the centred Grams follow. Past the number at which that would be larger than
+    sum_b vech(g_k) vech(g_q)^T, they are folded into that sum (float64). Both hold all that any choice of
+    dimensions needs.
     """
 
     def __init__(self, heads: int, width: int) -> None:
@@ -26,6 +29,8 @@ class Grams:
         self.tokens = 0
         self._q: list[Tensor] = []  # each (b, H, t), t = d(d+1)/2
         self._k: list[Tensor] = []
+        self._key_sum: list[Tensor] = []  # each (b, H, d)
+        self._pending = 0
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
 
     @property
@@ -35,46 +40,47 @@ class Grams:
 
     def update(self, q: Tensor, k: Tensor) -> None:
         """Add samples with queries q (B, n, H d) and keys k (B, m, H d)."""
-        self._q.append(self._packed_grams(q))
-        self._k.append(self._packed_grams(k))
+        q, k = self._by_head(q), self._by_head(k)
+        self._q.append(_packed_gram(q))
+        self._k.append(_packed_gram(k))
+        self._key_sum.append(k.sum(2).to(sum_device(k)))
         self.samples += len(q)
-        self.tokens += q.shape[0] * q.shape[1]
-        self._fold_if_many()
+        self._pending += len(q)
+        self.tokens += q.shape[0] * q.shape[2]
+        if self.samples > self.fold_after and self._pending >= FOLD_BLOCK:
+            self.fold()
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        x = x if x.dtype == torch.float64 else x.float()
+        return x.reshape(*x.shape[:2], self.heads, self.width).transpose(1, 2)  # (B, H, n, d)
 
     def to(self, device: torch.device) -> None:
-        self._q, self._k = ([part.to(device) for part in parts] for parts in (self._q, self._k))
+        self._q, self._k, self._key_sum = (
+            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_sum)
+        )
         self.kron = None if self.kron is None else self.kron.to(device)
 
-    def _packed_grams(self, x: Tensor) -> Tensor:
-        x = x if x.dtype == torch.float64 else x.float()
-        x = x.reshape(*x.shape[:2], self.heads, self.width).transpose(1, 2)  # (B, H, n, d)
-        return pack(x.mT @ x).to(sum_device(x))  # (B, H, t)
-
-    def _fold_if_many(self) -> None:
-        if self._q and (self.kron is not None or self.samples > self.fold_after):
-            self.kron = self._summed()
-            self._q, self._k = [], []
-
-    def _summed(self) -> Tensor:
-        """sum_b vech(g_k) vech(g_q)^T of everything seen (H, t, t)."""
-        held = torch.zeros(()) if self.kron is None else self.kron
+    def fold(self) -> None:
+        """Move the samples held one by one into the sum of Kronecker products."""
         if not self._q:
-            return held
-        q, k = (torch.cat(parts).double().transpose(0, 1) for parts in (self._q, self._k))  # (H, b, t)
-        return held.to(q) + k.mT @ q
+            return
+        q, k = (torch.cat(parts).transpose(0, 1) for parts in (self._q, self._k))  # (H, b, t)
+        if self.kron is None:
+            self.kron = torch.zeros(self.heads, *[packed_size(self.width)] * 2, dtype=torch.float64, device=q.device)
+        for total, q_h, k_h in zip(self.kron, q, k, strict=True):
+            total.addmm_(k_h.double().mT, q_h.double())
+        self._q, self._k, self._key_sum, self._pending = [], [], [], 0
 
     @property
     def finite(self) -> bool:
-        newest = [*self._q[-1:], *self._k[-1:]]
-        if self.kron is not None:
-            newest.append(self.kron.diagonal(dim1=1, dim2=2))
-        return all(bool(torch.isfinite(part).all()) for part in newest)
+        return all(bool(torch.isfinite(part).all()) for part in (*self._q[-1:], *self._k[-1:]))
 
     def head(self, h: int) -> HeadGrams:
         """The sums of one head, in float64."""
         if self.samples == 0:
             raise StatisticsError("no samples were seen at this site")
         if self.kron is not None:
+            self.fold()
             return FoldedHead(self.width, self.kron[h])
         q, k = (torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k))
         return SampledHead(self.width, q, k)
@@ -87,10 +93,43 @@ class Grams:
         both = Grams(self.heads, self.width)
         both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
         both._q, both._k = self._q + other._q, self._k + other._k
+        both._key_sum = self._key_sum + other._key_sum
+        both._pending = self._pending + other._pending
         folded = [part.kron for part in (self, other) if part.kron is not None]
-        both.kron = torch.stack(folded).sum(0) if folded else None
-        both._fold_if_many()
+        if folded or both.samples > both.fold_after:
+            both.kron = sum(folded[1:], folded[0].clone()) if folded else None
+            both.fold()
         return both
+
+    def state(self) -> dict[str, Tensor]:
+        """All of it as tensors, for a file: what is pending stays pending, so that a resumed run folds alike."""
+        t = packed_size(self.width)
+        parts = ((self._q, t), (self._k, t), (self._key_sum, self.width))
+        q, k, key_sum = (torch.cat(p) if p else torch.zeros(0, self.heads, size) for p, size in parts)
+        state = {"counts": torch.tensor([self.samples, self.tokens]), "q": q, "k": k, "key_sum": key_sum}
+        return state if self.kron is None else {**state, "kron": self.kron}
+
+    @classmethod
+    def from_state(cls, heads: int, width: int, state: dict[str, Tensor]) -> Grams:
+        grams = cls(heads, width)
+        grams.samples, grams.tokens = (int(count) for count in state["counts"])
+        grams._pending = len(state["q"])
+        if grams._pending:
+            grams._q, grams._k, grams._key_sum = [state["q"]], [state["k"]], [state["key_sum"]]
+        grams.kron = state.get("kron")
+        return grams
+
+    @staticmethod
+    def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
+        """What `state` holds, -1 where any length will do: checked before a stranger's file is read."""
+        t = packed_size(width)
+        samples = {"q": (-1, heads, t), "k": (-1, heads, t), "key_sum": (-1, heads, width)}
+        return {"counts": (2,), **samples, "kron": (heads, t, t)}
+
+
+def _packed_gram(x: Tensor) -> Tensor:
+    """x^T x of (B, H, n, d), packed (B, H, t)."""
+    return pack(x.mT @ x).to(sum_device(x))
 
 
 class HeadGrams(Protocol):

@@ -1,4 +1,4 @@
-"""Streaming first and second moments of the hidden units of one MLP."""
+"""Streaming first and second moments of a linear layer's input."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from corp.errors import StatisticsError
+from corp.numerics.linalg import pack, unpack
 
 ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper's "active probability" names no number)
-BLOCK = 512  # columns per block of the upper triangle: below it the products are too thin to be fast
+BLOCK = 512  # columns per block of the upper triangle: narrower products run slower than they save
+CHUNK = 4096  # tokens centred at a time: bounds the copy, and what is just written is still in cache when multiplied
 
 
 class Moments:
     """Sums over tokens about a fixed shift: n, sum y, sum y y^T with y = x - shift, and how often |x| > eps.
 
-    Products are float32 (float64 for float64 models), sums float64. The shift is the first batch's mean:
-    without it a large mean would drown a small variance.
+    Products are float32 (float64 for float64 models), sums float64. The shift is the first batch's mean
+    unless one is set: without it a large mean would drown a small variance.
     """
 
     def __init__(self, width: int) -> None:
@@ -32,13 +34,19 @@ class Moments:
             return
         x = x if x.dtype == torch.float64 else x.float()
         if self.shift is None:
-            self.shift = x.mean(0).to(sum_device(x), torch.float64)
-            self.to(self.shift.device)
-        y = x - self.shift.to(x)  # (n, D)
+            self.shift = shift_of(x)
+        if self.total.device != sum_device(x):
+            self.to(sum_device(x))
+        shift = self.shift.to(x)
+        product: list[Tensor] = []
+        for part in x.split(CHUNK):
+            y = part - shift  # (c, D)
+            self.total += y.sum(0).to(self.total)
+            self.active += (part.abs() > ACTIVE_EPS).sum(0).to(self.active)
+            add_products(product, y)
         self.n += len(x)
-        self.total += y.sum(0).to(self.total)
-        self.active += (x.abs() > ACTIVE_EPS).sum(0).to(self.active)
-        add_outer(self.outer, y)
+        for start, block in zip(range(0, self.width, BLOCK), product, strict=True):
+            self.outer[start : start + BLOCK, start:] += block.to(self.outer.device)
 
     def to(self, device: torch.device) -> None:
         self.total, self.outer, self.active = (t.to(device) for t in (self.total, self.outer, self.active))
@@ -57,13 +65,13 @@ class Moments:
     def cov(self) -> Tensor:
         """E[(x - mu)(x - mu)^T] (D, D)."""
         upper = self.outer.triu()
-        delta = self.total / self.n
+        delta = self.total / self._count()
         return (upper + upper.triu(1).mT) / self.n - torch.outer(delta, delta)
 
     @property
     def active_share(self) -> Tensor:
         """P(|x| > eps) (D,)."""
-        return self.active / self.n
+        return self.active / self._count()
 
     def __add__(self, other: Moments) -> Moments:
         if self.width != other.width:
@@ -78,9 +86,37 @@ class Moments:
         both.active = self.active + other.active
         return both
 
+    def state(self) -> dict[str, Tensor]:
+        """All of it as tensors, for a file."""
+        shift = torch.zeros(0, dtype=torch.float64) if self.shift is None else self.shift
+        counts = torch.tensor([self.n], dtype=torch.int64)
+        return {"n": counts, "shift": shift, "total": self.total, "outer": pack(self.outer), "active": self.active}
+
+    @classmethod
+    def from_state(cls, width: int, state: dict[str, Tensor]) -> Moments:
+        moments = cls(width)
+        moments.n = int(state["n"])
+        moments.shift = state["shift"] if len(state["shift"]) else None
+        moments.total, moments.active = state["total"], state["active"]
+        moments.outer = unpack(state["outer"], width)
+        return moments
+
+    @staticmethod
+    def shapes(width: int) -> dict[str, tuple[int, ...]]:
+        """What `state` holds once tokens were seen: checked before a stranger's file is read."""
+        return {
+            "n": (1,),
+            "shift": (width,),
+            "total": (width,),
+            "outer": (width * (width + 1) // 2,),
+            "active": (width,),
+        }
+
     def _rebased(self, shift: Tensor) -> Moments:
         """The same sums about another shift: y' = y + e with e = old shift - new shift."""
         e = self._shift() - shift
+        if not bool(e.any()):
+            return self
         moved = Moments(self.width)
         moved.n, moved.shift, moved.active = self.n, shift, self.active
         moved.total = self.total + self.n * e
@@ -88,18 +124,29 @@ class Moments:
         moved.outer = self.outer + cross + cross.mT + self.n * torch.outer(e, e)
         return moved
 
+    def _count(self) -> int:
+        self._shift()
+        return self.n
+
     def _shift(self) -> Tensor:
-        if self.shift is None:
+        if self.shift is None or self.n == 0:
             raise StatisticsError("no tokens were seen at this site")
         return self.shift
 
 
-def add_outer(into: Tensor, y: Tensor) -> None:
-    """into += y^T y on the blocks of the upper triangle: half the work of the full product."""
-    D = y.shape[1]
-    for start in range(0, D, BLOCK):
-        stop = min(start + BLOCK, D)
-        into[start:stop, start:] += (y[:, start:stop].mT @ y[:, start:]).to(into)
+def shift_of(x: Tensor) -> Tensor:
+    """The per-channel mean of one batch of tokens (n, D), where sums live."""
+    return x.float().mean(0).to(sum_device(x), torch.float64) if x.dtype != torch.float64 else x.mean(0)
+
+
+def add_products(into: list[Tensor], y: Tensor) -> None:
+    """Row blocks of the upper triangle of y^T y, added to `into` (made on the first call): half the full product."""
+    starts = range(0, y.shape[1], BLOCK)
+    if not into:
+        into += [y[:, start : start + BLOCK].mT @ y[:, start:] for start in starts]
+        return
+    for start, block in zip(starts, into, strict=True):
+        block.addmm_(y[:, start : start + BLOCK].mT, y[:, start:])
 
 
 def sum_device(x: Tensor) -> torch.device:

@@ -2,52 +2,129 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
-
+from corp.atomic import file_in, new_folder, read_json
 from corp.errors import StatisticsError
 from corp.stats.grams import Grams
 from corp.stats.moments import Moments
+from corp.stats.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
+
+FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 1, "statistics.json"
 
 
 @dataclass
 class Statistics:
-    """Sums per site name. Two of them add: workers, machines, a resumed run.
+    """Sums by site name (in memory, or read from a folder one at a time). Two of them add.
 
-    `weights` is the fingerprint of the dense weights they were taken with; `inputs` describes one
-    sample of the data (shapes and dtypes), enough to count a model's operations later.
+    `samples`   how many samples of the data were seen
+    `weights`   fingerprint of the dense weights: statistics of other weights are refused
+    `inputs`    shapes and dtypes of one sample, enough to count a model's operations later
+    `origin`    where they came from: model, data, preprocessing, seed, versions
     """
 
-    moments: dict[str, Moments] = field(default_factory=dict)
-    grams: dict[str, Grams] = field(default_factory=dict)
+    sums: Mapping[str, AnySums] = field(default_factory=dict)
     samples: int = 0
     weights: str = ""
     inputs: Any = None
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    def moments_of(self, name: str) -> SiteSums[Moments]:
+        return _of_kind(Moments, self.sums, name)
+
+    def grams_of(self, name: str) -> SiteSums[Grams]:
+        return _of_kind(Grams, self.sums, name)
 
     def __add__(self, other: Statistics) -> Statistics:
-        if self.weights != other.weights:
-            raise StatisticsError("these statistics were taken with different weights; they do not add")
-        if self.moments.keys() != other.moments.keys() or self.grams.keys() != other.grams.keys():
-            raise StatisticsError("these statistics cover different sites; they do not add")
-        return Statistics(
-            moments={name: sums + other.moments[name] for name, sums in self.moments.items()},
-            grams={name: sums + other.grams[name] for name, sums in self.grams.items()},
-            samples=self.samples + other.samples,
-            weights=self.weights,
-            inputs=self.inputs,
-        )
+        header = merged_header(self, other)
+        return Statistics({name: added(self.sums[name], other.sums[name]) for name in self.sums}, **header)
 
-    def to(self, device: torch.device) -> None:
-        for moments in self.moments.values():
-            moments.to(device)
-        for grams in self.grams.values():
-            grams.to(device)
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write a folder: it appears whole or not at all."""
+        with new_folder(Path(path), overwrite=overwrite) as folder:
+            entries = {name: write_site(folder, number, self.sums[name]) for number, name in enumerate(self.sums)}
+            write_manifest(folder, self, entries)
 
-    def of(self, name: str) -> Moments | Grams:
-        """The sums of one site."""
-        found = self.moments.get(name) or self.grams.get(name)
-        if found is None:
-            raise StatisticsError(f"no statistics of site {name!r}; calibrate this model with it included")
-        return found
+    @classmethod
+    def load(cls, path: str | Path) -> Statistics:
+        """Open a folder that `save` or `corp calibrate` wrote; the sums are read when they are needed."""
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        entries = {str(name): _entry(folder, name, raw) for name, raw in manifest["sites"].items()}
+        header = {key: manifest[key] for key in ("samples", "weights", "inputs", "origin")}
+        return cls(StoredSums(entries, lambda file: file_in(folder, file)), **header)
+
+
+def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:
+    """Samples, weights, inputs and origin of the sum of two; refuses what does not add."""
+    if first.weights != second.weights:
+        raise StatisticsError("these statistics were taken with different weights; they do not add")
+    if set(first.sums) != set(second.sums):
+        raise StatisticsError("these statistics cover different sites; they do not add")
+    a, b = first.origin, second.origin
+    common = {key: value for key, value in a.items() if b.get(key) == value and key != "parts"}
+    parts = [*a.get("parts", [a]), *b.get("parts", [b])]  # listed, so that nobody counts the same data twice unnoticed
+    return {
+        "samples": first.samples + second.samples,
+        "weights": first.weights,
+        "inputs": first.inputs,
+        "origin": {**common, "parts": parts} if a or b else {},
+    }
+
+
+def write_site(folder: Path, number: int, sums: AnySums) -> Entry:
+    """One site's file in a statistics folder, and its line for the manifest."""
+    entry = entry_of(sums, f"site-{number:04}.safetensors")
+    write_sums(folder / entry.file, sums)
+    return entry
+
+
+def write_manifest(folder: Path, header: Statistics, entries: Mapping[str, Entry]) -> None:
+    content = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "samples": header.samples,
+        "weights": header.weights,
+        "inputs": header.inputs,
+        "origin": header.origin,
+        "sites": {name: asdict(entry) for name, entry in entries.items()},
+    }
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise StatisticsError(f"{folder} is not a folder of statistics; make one with corp calibrate")
+    manifest = read_json(file_in(folder, MANIFEST))
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise StatisticsError(f"{folder / MANIFEST} does not describe statistics of corp")
+    if manifest.get("version") != FORMAT_VERSION:
+        raise StatisticsError(f"{folder} has version {manifest.get('version')!r}, this corp reads {FORMAT_VERSION}")
+    kinds = {"samples": int, "weights": str, "origin": dict, "sites": dict}
+    for key, kind in kinds.items():
+        if not isinstance(manifest.get(key), kind) or isinstance(manifest[key], bool):
+            raise StatisticsError(f"{folder / MANIFEST}: {key!r} is not of type {kind.__name__}")
+    return manifest
+
+
+def _entry(folder: Path, name: str, raw: Any) -> Entry:
+    keys = {"width": int, "heads": int, "file": str}
+    if not isinstance(raw, dict) or set(raw) != set(keys) or any(type(raw[k]) is not t for k, t in keys.items()):
+        raise StatisticsError(f"{folder / MANIFEST}: the entry of site {name!r} is malformed")
+    if not 1 <= raw["width"] <= 2**20 or not 0 <= raw["heads"] <= 2**16 or Path(raw["file"]).name != raw["file"]:
+        raise StatisticsError(f"{folder / MANIFEST}: the entry of site {name!r} has impossible values")
+    return Entry(**raw)
+
+
+def _of_kind(kind: type[Sums], sums: Mapping[str, AnySums], name: str) -> SiteSums[Sums]:
+    if name not in sums:
+        raise StatisticsError(f"no statistics of site {name!r}; calibrate this model with it included")
+    found: Any = sums[name]
+    if not isinstance(found.fit, kind):
+        raise StatisticsError(f"the statistics of {name!r} are {type(found.fit).__name__}, not {kind.__name__}")
+    checked: SiteSums[Sums] = found
+    return checked

@@ -1,0 +1,336 @@
+"""The data pass: groups of sites that fit in memory, checkpoints, several workers. All but the mathematics."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.atomic import file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.batches import Forward, describe, move, run, size_of
+from corp.errors import CorpError, DataError, StatisticsError, StorageError
+from corp.sites import MLPSite, Site
+from corp.stats.collect import Collector
+from corp.stats.memory import free_bytes, human, passes
+from corp.stats.site_sums import Entry, read_sums
+from corp.stats.statistics import Statistics, write_manifest, write_site
+from corp.workers import Workers
+
+# What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
+ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 50_000, 20
+HOLD_OUT_EVERY, HOLD_OUT_AT = 10, 4  # batches 4, 14, 24 … are not fitted on, but judged on
+CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to calibrate. `tokens`: "auto", "all", or how many of every sample's; `memory`: bytes for the sums."""
+
+    tokens: str | int = "auto"
+    memory: int | None = None
+    checkpoint_seconds: float = 120.0
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens not in ("auto", "all") and (not isinstance(self.tokens, int) or self.tokens < 1):
+            raise StatisticsError(f"tokens={self.tokens!r} is not 'auto', 'all' or a number of tokens per sample")
+
+
+@dataclass
+class Job:
+    """One calibration: the model, its sites, the data, and who else works on it."""
+
+    model: nn.Module
+    sites: list[Site]
+    batches: Iterable[Any]
+    settings: Settings
+    origin: dict[str, Any]
+    weights: str
+    forward: Forward | None = None
+    progress: Progress | None = None
+    announce: Callable[[str], None] | None = None
+    workers: Workers = field(default_factory=Workers)
+
+    def __post_init__(self) -> None:
+        first = next(self.model.parameters(), torch.empty(0))
+        self.device, self.dtype = first.device, first.dtype
+        self.total = count_samples(self.batches)
+        self.inputs: Any = None
+        self.tokens = {s.name: self._tokens_of(s) for s in self.sites if isinstance(s, MLPSite)}
+
+    def _tokens_of(self, site: MLPSite) -> int:
+        """Tokens per sample at this site; 0 takes all."""
+        if isinstance(self.settings.tokens, int):
+            return self.settings.tokens
+        if self.settings.tokens == "all" or not self.total:
+            return 0
+        return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * site.width) / self.total)
+
+    def groups(self) -> list[list[Site]]:
+        """Sites per pass over the data, said aloud when it takes more than one."""
+        budget = free_bytes(self.device) if self.settings.memory is None else self.settings.memory
+        groups = passes(self.sites, self.total, budget)
+        if len(groups) > 1 and self.announce:
+            self.announce(f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data")
+        return groups
+
+    def run_in_memory(self) -> Statistics:
+        """All sums in memory: what fits in one pass."""
+        groups = self.groups()
+        if len(groups) > 1:
+            raise StatisticsError(
+                f"the sums need {len(groups)} passes within the memory allowed, and a folder to keep finished ones "
+                "in: pass out=... (or more memory)"
+            )
+        collector, samples = self._pass(groups[0], None)
+        sums = {name: self.workers.add_up(part) for name, part in collector.sums.items()}
+        return Statistics(sums, samples, self.weights, self.inputs, self.origin)
+
+    def run_in_folder(self, out: Path) -> Statistics:
+        """Finished sites go to disk; a killed run goes on where its last checkpoint was."""
+        partial = out.with_name(f".{out.name}.partial")
+
+        def prepare() -> None:
+            refuse_existing(out, overwrite=False)
+            _prepare(partial, self._identity(), fresh=self.settings.fresh)
+
+        self._on_first_worker(prepare)
+        with lock_folder(partial, f"rank-{self.workers.rank}"):
+            entries: dict[str, Entry] = {}
+            samples = 0
+            for number, group in enumerate(self.groups()):
+                samples = self._finish_group(partial, number, group, entries)
+            if self.workers.rank == 0:
+                header = Statistics({}, samples, self.weights, self.inputs, self.origin)
+                write_manifest(partial, header, entries)
+        self._on_first_worker(lambda: _publish(partial, out))
+        return Statistics.load(out)
+
+    def _on_first_worker(self, action: Callable[[], None]) -> None:
+        """Rank 0 acts, the others wait; its failure is everybody's."""
+        if self.workers.world == 1:
+            action()
+            return
+        self.workers.agree(_problem(action) if self.workers.rank == 0 else None)
+
+    def _finish_group(self, partial: Path, number: int, group: list[Site], entries: dict[str, Entry]) -> int:
+        """The sums of one group, from an earlier run's files or from the data; returns the samples seen."""
+        done = partial / f"pass-{number}.json"
+        known = self.workers.gather(done.is_file())[0]
+        if known:
+            raw = read_json(done)
+            entries.update({name: Entry(**entry) for name, entry in raw["sites"].items()})
+            self.inputs = raw["inputs"]
+            if self.progress:
+                self.progress(int(raw["samples"]))
+            return int(raw["samples"])
+        collector, samples = self._pass(group, Checkpoint(partial, number, self.workers, self.settings))
+        mine: dict[str, Entry] = {}
+        for name in list(collector.sums):
+            sums = self.workers.add_up(collector.sums.pop(name))
+            if self.workers.rank == 0:
+                mine[name] = write_site(partial, len(entries) + len(mine), sums)
+        if self.workers.rank == 0:
+            content = {"samples": samples, "inputs": self.inputs, "sites": {n: vars(e) for n, e in mine.items()}}
+            write_text(done, json.dumps(content))
+        entries.update(mine)
+        return samples
+
+    def _pass(self, group: list[Site], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
+        """One pass over the data for the sites of a group; an error on any worker is an error on all."""
+        collector = Collector(group, self.tokens)
+        samples, problem = 0, None
+        try:
+            samples = self._feed(collector, checkpoint)
+        except CorpError as error:
+            if self.workers.world == 1:
+                raise
+            problem = str(error)
+        self.workers.agree(problem)
+        if self.inputs is None:  # this worker's shard was empty
+            self.inputs = next((found for found in self.workers.gather(self.inputs) if found), None)
+        else:
+            self.workers.gather(self.inputs)
+        total = sum(self.workers.gather(samples))
+        if total == 0:
+            raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
+        for sums in collector.sums.values():
+            sums.to(torch.device("cpu"))
+        return collector, total
+
+    def _feed(self, collector: Collector, checkpoint: Checkpoint | None) -> int:
+        samples, first_batch = 0, 0
+        if checkpoint and (found := checkpoint.restore(collector, self.device)):
+            samples, first_batch = found
+            if self.progress:
+                self.progress(samples)
+
+        def wanted(index: int) -> bool:
+            return index >= first_batch and self.workers.takes(index)
+
+        with torch.no_grad():
+            self._share_shifts(collector, needed=first_batch == 0)
+            with collector.watching(self.model):
+                for index, start, batch in enumerate_batches(self.batches, wanted):
+                    collector.cursor.sample = start
+                    collector.cursor.held = index % HOLD_OUT_EVERY == HOLD_OUT_AT
+                    count = size_of(batch)
+                    self._run(batch)
+                    samples += count
+                    if self.progress:
+                        self.progress(count)
+                    if checkpoint:
+                        checkpoint.maybe_write(collector, samples, index + 1)
+        return samples
+
+    def _share_shifts(self, collector: Collector, *, needed: bool) -> None:
+        """Workers that share the data share the shift of its first batch, so that their sums add without rounding."""
+        if self.workers.world == 1 or not needed:
+            return
+        for _, _, batch in enumerate_batches(self.batches, lambda i: i == 0):
+            with collector.finding_shifts(self.model):
+                self._run(batch)
+            break
+
+    def _run(self, batch: Any) -> None:
+        moved = batch if self.forward is not None else move(batch, self.device, self.dtype)
+        if self.inputs is None and self.forward is None:
+            self.inputs = describe(moved)
+        run(self.model, moved, self.forward)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a killed run to be continued."""
+        tokens = self.settings.tokens
+        memory = "what is free" if self.settings.memory is None else self.settings.memory
+        return {
+            "weights": self.weights,
+            "tokens": tokens,
+            "memory": memory,
+            "workers": self.workers.world,
+            "samples in the data": self.total,
+            "sites": [site.name for site in self.sites],
+            **self.origin,
+        }
+
+
+class Checkpoint:
+    """The sums so far, every so often, in the folder of a run; each worker has its own."""
+
+    def __init__(self, folder: Path, number: int, workers: Workers, settings: Settings) -> None:
+        self.path = folder / f"checkpoint-{number}-{workers.rank}"
+        self.seconds = settings.checkpoint_seconds
+        self.last = time.monotonic()
+
+    def maybe_write(self, collector: Collector, samples: int, next_batch: int) -> None:
+        if time.monotonic() - self.last >= self.seconds:
+            start = time.monotonic()
+            self.write(collector, samples, next_batch)
+            self.last = time.monotonic()
+            self.seconds = max(self.seconds, (self.last - start) / CHECKPOINT_SHARE)
+
+    def write(self, collector: Collector, samples: int, next_batch: int) -> None:
+        """Sums first, under a name of their own; then the small file that says which of them count."""
+        generation = f"{self.path.name}.{next_batch}"
+        folder = self.path.with_name(generation)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir()
+            entries = {name: write_site(folder, i, sums) for i, (name, sums) in enumerate(collector.sums.items())}
+        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError-like kind
+            shutil.rmtree(folder, ignore_errors=True)
+            raise StorageError(f"cannot write the checkpoint {folder}: {error}") from error
+        content = {"folder": generation, "samples": samples, "next": next_batch}
+        content["sites"] = {name: vars(entry) for name, entry in entries.items()}
+        write_text(self.path.with_suffix(".json"), json.dumps(content))
+        for old in self.path.parent.glob(f"{self.path.name}.*"):
+            if old.is_dir() and old.name != generation:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self, collector: Collector, device: torch.device) -> tuple[int, int] | None:
+        """Put the last checkpoint's sums into the collector: (samples, next batch), or None where there is none."""
+        index = self.path.with_suffix(".json")
+        if not index.is_file():
+            return None
+        raw = read_json(index)
+        folder = self.path.with_name(raw["folder"])
+        for name, entry in raw["sites"].items():
+            sums = read_sums(file_in(folder, entry["file"]), Entry(**entry))
+            sums.to(device if device.type != "mps" else torch.device("cpu"))
+            collector.sums[name] = sums
+        return int(raw["samples"]), int(raw["next"])
+
+
+def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
+    """(index, index of its first sample, batch) of the wanted batches.
+
+    Data that can make single batches (`indexed`, as data.images has) does not make the others.
+    """
+    indexed = getattr(batches, "indexed", None)
+    if indexed is not None:
+        yield from indexed(wanted)
+        return
+    start = 0
+    for index, batch in enumerate(batches):
+        if wanted(index):
+            yield index, start, batch
+        start += size_of(batch)
+
+
+def count_samples(batches: Iterable[Any]) -> int | None:
+    """How many samples there are, where that can be told without reading them."""
+    known = getattr(batches, "samples", None)
+    if isinstance(known, int):
+        return known
+    if isinstance(batches, list | tuple):
+        return sum(map(size_of, batches))
+    dataset = getattr(batches, "dataset", None)  # a torch DataLoader
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    return None
+
+
+def _prepare(partial: Path, identity: dict[str, Any], *, fresh: bool) -> None:
+    """The folder of a run: a new one, or that of a killed run of the same command."""
+    record = partial / "run.json"
+    identity = json.loads(json.dumps(identity))
+    if fresh and partial.exists():
+        with lock_folder(partial, "rank-0"):
+            shutil.rmtree(partial)
+    if record.is_file():
+        before = read_json(record)
+        changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
+        if changed:
+            told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
+            raise StorageError(f"an unfinished calibration is there, of another command ({told}); --fresh starts over")
+        return
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {partial}: {error.strerror or error}") from error
+    write_text(record, json.dumps(identity))
+
+
+def _publish(partial: Path, out: Path) -> None:
+    refuse_existing(out, overwrite=False)
+    for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass-*.json"), *partial.glob(".lock-*")):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    (partial / "run.json").unlink(missing_ok=True)
+    partial.rename(out)
+
+
+def _problem(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except CorpError as error:
+        return str(error)
+    return None

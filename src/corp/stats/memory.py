@@ -1,0 +1,92 @@
+"""How much the sums need, and in how many passes over the data they fit."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from corp.errors import StatisticsError
+from corp.numerics.linalg import packed_size
+from corp.sites import MLPSite, Site
+from corp.stats.grams import FOLD_BLOCK
+from corp.stats.moments import CHUNK
+
+MARGIN = 0.75  # of what is free: the forward pass and the fit need some as well
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def site_bytes(site: Site, samples: int | None) -> int:
+    """What the sums of one site hold at the end, the held-out part included; without `samples`, at the most."""
+    if isinstance(site, MLPSite):
+        return 2 * 8 * site.width**2
+    t, H = packed_size(site.width), site.heads
+    folded = 8 * H * t * t
+    if samples is None or samples > t:
+        return 2 * folded + 4 * FOLD_BLOCK * H * (2 * t + site.width)
+    return 4 * samples * H * (2 * t + site.width)
+
+
+def working_bytes(sites: Sequence[Site]) -> int:
+    """What one update of the largest site needs on top: float32 products and centred tokens, or a first fold."""
+    return max((4 * s.width**2 + 8 * CHUNK * s.width for s in sites if isinstance(s, MLPSite)), default=0)
+
+
+def passes(sites: Sequence[Site], samples: int | None, budget: int) -> list[list[Site]]:
+    """The sites in groups, in order, so that the sums of a group stay within `budget` bytes."""
+    working = working_bytes(sites)
+    least = working + max(site_bytes(site, samples) for site in sites)
+    if least > budget:
+        raise StatisticsError(
+            f"calibration needs at least {human(least)} for its largest site, {human(budget)} are allowed; "
+            f"give it --memory {human(least)} or leave large sites out"
+        )
+    groups: list[list[Site]] = [[]]
+    used = working
+    for site in sites:
+        need = site_bytes(site, samples)
+        if groups[-1] and used + need > budget:
+            groups.append([])
+            used = working
+        groups[-1].append(site)
+        used += need
+    return groups
+
+
+def free_bytes(device: torch.device) -> int:
+    """What may be used where the sums live, with a margin."""
+    if device.type == "cuda":
+        return int(MARGIN * torch.cuda.mem_get_info(device)[0])
+    free = _available()
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, int(text) - used)
+    return int(MARGIN * max(0, free))
+
+
+def _available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file() and (found := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
+        return int(found[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # where the kernel does not say
+
+
+def parse_bytes(text: str) -> int:
+    """ "4GB", "500 MiB", "1.5g" or a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    if not found:
+        raise StatisticsError(f"{text!r} is not an amount of memory; write for example 4GB or 500MB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def human(count: float) -> str:
+    """1536 -> "1.5KB"; rounded up, so that what is said to suffice does."""
+    if count < 1024:
+        return f"{int(count)}B"
+    power = min(4, int(math.log(count, 1024)))
+    return f"{math.ceil(10 * count / 1024**power) / 10:.1f}{' KMGT'[power]}B"

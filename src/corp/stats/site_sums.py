@@ -1,0 +1,124 @@
+"""The sums of one site, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from corp.errors import StatisticsError
+from corp.stats.grams import Grams
+from corp.stats.moments import Moments
+
+Sums = TypeVar("Sums", Moments, Grams)
+AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams]"
+
+
+@dataclass
+class SiteSums(Generic[Sums]):
+    """The sums of one site, a share of the batches kept apart: what is fitted on `fit` is judged on `held`."""
+
+    fit: Sums
+    held: Sums
+
+    @property
+    def all(self) -> Sums:
+        return self.fit + self.held
+
+    def to(self, device: torch.device) -> None:
+        self.fit.to(device)
+        self.held.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything, flat: fit.* and held.*."""
+        parts = {"fit": self.fit, "held": self.held}
+        return {f"{part}.{name}": t for part, sums in parts.items() for name, t in sums.state().items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One site's line in a manifest: what its file must hold. An MLP has no heads."""
+
+    width: int
+    heads: int
+    file: str
+
+    @property
+    def is_moments(self) -> bool:
+        return self.heads == 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        one = Moments.shapes(self.width) if self.is_moments else Grams.shapes(self.heads, self.width)
+        return {f"{part}.{name}": shape for part in ("fit", "held") for name, shape in one.items()}
+
+    def build(self, tensors: Mapping[str, Tensor]) -> AnySums:
+        def part(name: str) -> dict[str, Tensor]:
+            return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+
+        if self.is_moments:
+            return SiteSums(*(Moments.from_state(self.width, part(name)) for name in ("fit", "held")))
+        return SiteSums(*(Grams.from_state(self.heads, self.width, part(name)) for name in ("fit", "held")))
+
+
+def added(first: AnySums, second: AnySums) -> AnySums:
+    """The sum of two sites' sums of the same kind."""
+    if type(first.fit) is not type(second.fit):
+        raise StatisticsError("sums of an MLP and of an attention do not add")
+    both: Any = (first.fit, second.fit), (first.held, second.held)
+    return SiteSums(*(a + b for a, b in both))
+
+
+def entry_of(sums: AnySums, file: str) -> Entry:
+    fit = sums.fit
+    return Entry(fit.width, 0 if isinstance(fit, Moments) else fit.heads, file)
+
+
+def write_sums(path: Path, sums: AnySums) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in sums.tensors().items()}, path)
+
+
+def read_sums(path: Path, entry: Entry) -> AnySums:
+    """Read one site's file, after its header was found to hold what the manifest promises."""
+    shapes = entry.shapes()
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            missing = {name for name in shapes if not name.endswith("kron")} - names
+            if missing or not names <= set(shapes):
+                raise StatisticsError(f"{path} does not hold the sums it should: {sorted(missing or names)[:3]}")
+            for name in names:
+                if not _fits(tuple(file.get_slice(name).get_shape()), shapes[name]):
+                    raise StatisticsError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
+            return entry.build({name: file.get_tensor(name) for name in names})
+    except (SafetensorError, OSError) as error:
+        raise StatisticsError(f"{path} is damaged or missing: {error}") from error
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Equal; -1 takes any length, and a shift may be empty (no tokens seen)."""
+    if len(shape) != len(expected):
+        return False
+    return shape == (0,) or all(e in (-1, s) for s, e in zip(shape, expected, strict=True))
+
+
+class StoredSums(Mapping[str, AnySums]):
+    """Sums that stay in their folder: each is read when asked for, and forgotten when let go."""
+
+    def __init__(self, entries: Mapping[str, Entry], locate: Callable[[str], Path]) -> None:
+        self._entries, self._locate = dict(entries), locate
+
+    def __getitem__(self, name: str) -> AnySums:
+        entry = self._entries[name]
+        return read_sums(self._locate(entry.file), entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
