@@ -17,7 +17,7 @@ LEVELS = {
     "stats": 2,
     "fitting": 3, "workers": 3,
     "plan": 4, "surgery": 4,
-    "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5,
+    "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5,
     "api": 6, "demo": 6,
     "storage": 7,
     "cli": 8, "__main__": 9,
@@ -74,8 +74,8 @@ def test_only_adapters_data_and_demo_know_the_libraries() -> None:
 
 def test_public_names() -> None:
     assert corp.__all__ == [
-        "CorpError", "Recipe", "Result", "__version__", "apply", "calibrate", "find_sites", "load", "plan", "prune",
-        "register_adapter", "save",
+        "CorpError", "Recipe", "Result", "Statistics", "__version__", "apply", "calibrate", "find_sites", "load",
+        "plan", "prune", "register_adapter", "save",
     ]  # fmt: skip
     assert all(hasattr(corp, name) for name in corp.__all__)
     assert callable(corp.plan)  # the function, although a module of that name exists

@@ -8,6 +8,7 @@ from corp.adapters.registry import find_sites, register_adapter  # noqa: E402
 from corp.api import Result, apply, calibrate, plan, prune  # noqa: E402
 from corp.errors import CorpError  # noqa: E402
 from corp.recipe import Recipe  # noqa: E402
+from corp.stats import Statistics  # noqa: E402
 from corp.storage import load, save  # noqa: E402
 from corp.version import __version__  # noqa: E402
 
@@ -15,6 +16,7 @@ __all__ = [
     "CorpError",
     "Recipe",
     "Result",
+    "Statistics",
     "__version__",
     "apply",
     "calibrate",

@@ -87,9 +87,9 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def progress(what: str, total: int | None, unit: str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int | None, unit: str, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar with rate and time left on a terminal; silent elsewhere."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(unit), TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, advance=done)

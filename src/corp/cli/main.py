@@ -9,10 +9,13 @@ from typing import Annotated
 
 import typer
 
+from corp.cli.calibrate import calibrate
 from corp.cli.demo import demo
 from corp.cli.inspect import inspect
+from corp.cli.merge import merge
 from corp.cli.plan import plan
 from corp.cli.prune import prune
+from corp.cli.sweep import sweep
 from corp.version import __version__
 
 app = typer.Typer(
@@ -24,6 +27,9 @@ app = typer.Typer(
 )
 app.command()(prune)
 app.command()(plan)
+app.command()(calibrate)
+app.command()(merge)
+app.command()(sweep)
 app.command()(inspect)
 app.command()(demo)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -13,10 +13,16 @@ from torch import nn
 from corp import storage
 from corp.adapters.registry import find_sites
 from corp.api import calibrate, placement, wanted_sites
+from corp.calibration import Settings
 from corp.cli.console import note, progress
-from corp.errors import ModelError, RecipeError
+from corp.errors import DataError, ModelError, RecipeError
 from corp.recipe import Recipe
 from corp.stats import Statistics
+from corp.stats.memory import parse_bytes
+from corp.version import __version__
+
+if TYPE_CHECKING:
+    from corp.data.images import ImageBatches
 
 ModelArg = Annotated[str, typer.Argument(help="A timm model name, or a folder that corp saved.", show_default=False)]
 Weights = Annotated[
@@ -25,6 +31,14 @@ Weights = Annotated[
 Calib = Annotated[
     list[Path], typer.Option(help="Folder of unlabelled images, any nesting; may be given several times.")
 ]
+MaybeCalib = Annotated[
+    list[Path] | None, typer.Option(help="Folder of unlabelled images, any nesting; may be given several times.")
+]
+Stats = Annotated[Path | None, typer.Option(help="Statistics of an earlier corp calibrate, instead of --calib.")]
+Tokens = Annotated[
+    str, typer.Option(help="Tokens per image for the MLPs: auto (enough for a stable fit), all, or a number.")
+]
+Memory = Annotated[str | None, typer.Option(help="Memory for the statistics, e.g. 4GB; more passes if they need more.")]
 Samples = Annotated[int, typer.Option(help="How many of the images to use, drawn by --seed.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Images per forward pass.", min=1)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
@@ -122,24 +136,66 @@ def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
         raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def calibrated(source: Source, recipe: Recipe) -> tuple[nn.Module, Statistics]:
-    """The model, and its statistics over the calibration images; what `recipe` cannot have fails before them."""
+def make_settings(tokens: str, memory: str | None, checkpoint_seconds: float = 120.0, fresh: bool = False) -> Settings:
+    number = _number(tokens, int, "--tokens") if tokens not in ("auto", "all") else tokens
+    return Settings(number, None if memory is None else parse_bytes(memory), checkpoint_seconds, fresh)
+
+
+def image_batches(
+    model: nn.Module, folders: list[Path], samples: int, seed: int, batch_size: int, max_bad: float = 0.05
+) -> ImageBatches:
+    """The images of the folders, drawn by seed, preprocessed as the model wants them."""
     from corp.adapters import timm_models
     from corp.data.images import ImageBatches, choose, list_images
 
+    chosen = choose(list_images(folders), samples, seed)
+    return ImageBatches(chosen, timm_models.preprocessing(model), batch_size=batch_size, max_bad=max_bad)
+
+
+def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
+    """The model with the statistics of an earlier calibration, or of one made now."""
+    if stats is None:
+        return calibrated(source, recipe=recipe, settings=settings)
+    if source.calib:
+        raise DataError("--stats are of data that was seen already; --calib cannot go with it")
+    return place(load_model(source.model, source.weights), source.device, source.dtype), Statistics.load(stats)
+
+
+def calibrated(
+    source: Source,
+    *,
+    settings: Settings,
+    recipe: Recipe | None = None,
+    out: Path | None = None,
+    quiet: bool = False,
+) -> tuple[nn.Module, Statistics]:
+    """The model, and its statistics over the calibration images; what `recipe` cannot have fails before them."""
+    if not source.calib:
+        raise DataError("no data: give a folder of images with --calib (or statistics with --stats, where it is taken)")
     model = place(load_model(source.model, source.weights), source.device, source.dtype)
-    wanted_sites(find_sites(model), recipe)
-    paths = list_images(source.calib)
-    chosen = choose(paths, source.samples, source.seed)
-    batches = ImageBatches(
-        chosen, timm_models.preprocessing(model), batch_size=source.batch_size, max_bad=source.max_bad
-    )
-    with progress(f"calibrating on {placement(model)[0]}", len(chosen), "images") as advance:
-        stats = calibrate(model, batches, progress=advance)
+    if recipe is not None:
+        wanted_sites(find_sites(model), recipe)
+    batches = image_batches(model, source.calib, source.samples, source.seed, source.batch_size, source.max_bad)
+    origin = {
+        "model": source.model,
+        "data": [str(folder) for folder in source.calib],
+        "data fingerprint": batches.fingerprint(),
+        "samples": batches.samples,
+        "batch size": source.batch_size,
+        "seed": source.seed,
+        "device": str(placement(model)[0]),
+        "dtype": source.dtype,
+        "preprocessing": batches.describe(),
+        "corp": __version__,
+        "torch": torch.__version__,
+    }
+    say = None if quiet else note
+    with progress(f"calibrating on {placement(model)[0]}", batches.samples, "images", quiet=quiet) as advance:
+        stats = calibrate(model, batches, progress=advance, settings=settings, out=out, origin=origin, announce=say)
     for path, reason in batches.bad:
         note(f"skipped {path}: {reason}")
     if batches.bad:
-        note(f"{len(batches.bad)} of {len(chosen)} images were skipped")
+        note(f"{len(batches.bad)} of {batches.samples} images were skipped")
     return model, stats
 
 

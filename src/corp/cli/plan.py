@@ -17,10 +17,13 @@ from corp.plan import COLUMNS
 @command
 def plan(
     model: o.ModelArg,
-    calib: o.Calib,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the plan to this JSON file.")] = None,
+    calib: o.MaybeCalib = None,
+    stats: o.Stats = None,
     weights: o.Weights = None,
     samples: o.Samples = 4000,
+    tokens: o.Tokens = "auto",
+    memory: o.Memory = None,
     mlp: o.Mlp = None,
     attn: o.Attn = None,
     sparsity: o.Sparsity = None,
@@ -43,10 +46,10 @@ def plan(
     recipe = o.make_recipe(mlp, attn, sparsity, rank, compensate, intercept, ridge, round_to, skip, override)
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
-    source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad)
-    dense, stats = o.calibrated(source, recipe)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
+    dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
     with progress("planning", None, "sites") as advance:
-        planned = api.plan(dense, stats, recipe, progress=advance)
+        planned = api.plan(dense, statistics, recipe, progress=advance)
     if out is not None:
         planned.save(out)
     if json:

@@ -18,10 +18,13 @@ from corp.report.tables import TOTALS, Report
 @command
 def prune(
     model: o.ModelArg,
-    calib: o.Calib,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
+    calib: o.MaybeCalib = None,
+    stats: o.Stats = None,
     weights: o.Weights = None,
     samples: o.Samples = 4000,
+    tokens: o.Tokens = "auto",
+    memory: o.Memory = None,
     mlp: o.Mlp = None,
     attn: o.Attn = None,
     sparsity: o.Sparsity = None,
@@ -43,11 +46,11 @@ def prune(
     """Prune MODEL: calibrate on unlabelled images, remove, compensate, save."""
     recipe = o.make_recipe(mlp, attn, sparsity, rank, compensate, intercept, ridge, round_to, skip, override)
     refuse_existing(out, overwrite=overwrite)
-    source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad)
-    dense, stats = o.calibrated(source, recipe)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
+    dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
     with progress("planning", None, "sites") as advance:
-        plan = api.plan(dense, stats, recipe, progress=advance)
-    result = api.apply(dense, stats, plan)
+        plan = api.plan(dense, statistics, recipe, progress=advance)
+    result = api.apply(dense, statistics, plan)
     storage.save(result, out, overwrite=overwrite)
     if json:
         show_json({"output": str(out), **result.report.to_dict()})

@@ -79,7 +79,8 @@ class Collector:
     def _set_shift(self, site: MLPSite) -> Callable[[Tensor], None]:
         def before_down(x: Tensor) -> None:
             sums: Any = self.sums[site.name]
-            sums.fit.shift = sums.held.shift = shift_of(x.reshape(-1, site.width))
+            sums.fit.shift = shift_of(x.reshape(-1, site.width))
+            sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
 
         return before_down
 

@@ -52,7 +52,8 @@ class Grams:
 
     def _by_head(self, x: Tensor) -> Tensor:
         x = x if x.dtype == torch.float64 else x.float()
-        return x.reshape(*x.shape[:2], self.heads, self.width).transpose(1, 2)  # (B, H, n, d)
+        x = x.reshape(*x.shape[:2], self.heads, self.width).transpose(1, 2)  # (B, H, n, d)
+        return x.contiguous()  # the copy costs less than products of strided matrices
 
     def to(self, device: torch.device) -> None:
         self._q, self._k, self._key_sum = (

@@ -9,7 +9,7 @@ from corp.errors import StatisticsError
 from corp.numerics.linalg import pack, unpack
 
 ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper's "active probability" names no number)
-BLOCK = 512  # columns per block of the upper triangle: narrower products run slower than they save
+BLOCK = 256  # columns per block of the upper triangle: narrower products run slower than they save
 CHUNK = 4096  # tokens centred at a time: bounds the copy, and what is just written is still in cache when multiplied
 
 
@@ -42,7 +42,7 @@ class Moments:
         for part in x.split(CHUNK):
             y = part - shift  # (c, D)
             self.total += y.sum(0).to(self.total)
-            self.active += (part.abs() > ACTIVE_EPS).sum(0).to(self.active)
+            self.active += part.abs().gt_(ACTIVE_EPS).sum(0).to(self.active)  # in place: no mask, no cast
             add_products(product, y)
         self.n += len(x)
         for start, block in zip(range(0, self.width, BLOCK), product, strict=True):

@@ -1,0 +1,1 @@
+"""How well a pruned model does what the dense one did."""

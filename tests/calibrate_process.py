@@ -1,0 +1,50 @@
+"""A calibration in a process of its own, for the tests that kill it: python -m tests.calibrate_process OUT ..."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import corp
+from corp import CorpError, workers
+from corp.calibration import Settings
+from tests.models import build, images
+
+torch.set_num_threads(1)
+
+
+class Data:
+    """Batches, slowly if asked, failing on a given worker if asked."""
+
+    def __init__(self, batches: int, pause: float, fail: bool) -> None:
+        self.parts, self.pause, self.fail = images(batches, 10), pause, fail
+        self.samples = 10 * batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            time.sleep(self.pause)
+            yield torch.full_like(part, float("nan")) if self.fail else part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--fail-on", type=int, default=-1)
+    args = parser.parse_args()
+    with workers.launched() as group:
+        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on)
+        try:
+            corp.calibrate(build("vit"), data, out=args.out, settings=Settings(checkpoint_seconds=0))
+        except CorpError as error:
+            sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
