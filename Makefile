@@ -22,8 +22,10 @@ test-real: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m real
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/params.py
-	$(BIN)/python benchmarks/deit_tiny.py
+	$(BIN)/python -m benchmarks.params
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.deit_tiny
+	$(BIN)/python -m benchmarks.calibration
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

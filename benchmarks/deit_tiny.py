@@ -2,7 +2,7 @@
 
 Calibrated on calibration/ (1,000 photographs), evaluated on imagenet-sample/ (1,000 labelled images, one per class).
 
-    CORP_ASSETS=... python benchmarks/deit_tiny.py
+    CORP_ASSETS=... python -m benchmarks.deit_tiny
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,16 @@ DENSE = 79.2
 class Setup:
     """The model, its statistics and the labelled images: read once, used for every case."""
 
-    def __init__(self, assets: Path) -> None:
+    def __init__(self, assets: Path, *, calibrate: bool = True) -> None:
         vision = assets / "vision"
         self.model = timm_models.create(NAME, vision / f"{NAME}.safetensors")
-        transform = timm_models.preprocessing(self.model)
+        self.transform = transform = timm_models.preprocessing(self.model)
         paths = list_images([vision / "imagenet-sample"])
         synsets = sorted({path.name.split("_")[0] for path in paths})
         self.labels = torch.tensor([synsets.index(path.name.split("_")[0]) for path in paths])
         self.images = list(ImageBatches(paths, transform, batch_size=50))
-        start = time.perf_counter()
-        self.stats = corp.calibrate(self.model, ImageBatches(list_images([vision / "calibration"]), transform))
-        self.seconds = time.perf_counter() - start
+        if calibrate:
+            self.stats = corp.calibrate(self.model, ImageBatches(list_images([vision / "calibration"]), transform))
 
     def top1(self, recipe: dict[str, Any]) -> float:
         plan = corp.plan(self.model, self.stats, Recipe(**recipe))

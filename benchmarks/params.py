@@ -2,7 +2,7 @@
 
 Shapes only: the models are built without memory and shrunk to the widths that corp would keep.
 
-    python benchmarks/params.py
+    python -m benchmarks.params
 """
 
 from __future__ import annotations

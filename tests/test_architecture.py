@@ -15,7 +15,7 @@ LEVELS = {
     "errors": 0, "version": 0, "_torchvision": 0, "text": 0,
     "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1,
     "stats": 2,
-    "fitting": 3, "workers": 3,
+    "fitting": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5,
     "api": 6, "demo": 6,

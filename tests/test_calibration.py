@@ -135,6 +135,16 @@ def test_amounts_of_memory_are_parsed() -> None:
         parse_bytes("lots")
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights_give_the_same_statistics_and_come_back(place: str, tmp_path: Path) -> None:
+    model, data = build("vit"), images()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    corp.calibrate(model, data).save(tmp_path / "plain")
+    corp.calibrate(model, data, settings=Settings(offload=place)).save(tmp_path / "offloaded")
+    assert_equal_folders(tmp_path / "plain", tmp_path / "offloaded")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
 # Tokens.
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 import corp
 from corp.cli.main import app
+from corp.cli.sweep import parse_range
 
 MODEL = "deit_tiny_patch16_224"
 
@@ -91,6 +92,53 @@ def test_inspect_names_what_cannot_be_pruned() -> None:
     assert "not understood" in run("inspect", "eva02_tiny_patch14_224").output
 
 
+def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:
+    stats, model = tmp_path / "stats", (MODEL, "--weights", weights)
+    made = run("calibrate", *model, "--calib", photos, "-o", stats, "--device", "cpu", "--json", "--memory", "2GB")
+    assert made.exit_code == 0, made.output
+    origin = json.loads(made.stdout)["origin"]
+    assert origin["samples"] == 4
+    assert {"data fingerprint", "seed", "preprocessing", "torch"} <= origin.keys()
+
+    common = ("--stats", stats, "--device", "cpu")
+    pruned = run("prune", *model, *common, "-o", tmp_path / "out", "--mlp", 0.75, "--json")
+    assert pruned.exit_code == 0, pruned.output
+    direct = run("prune", *model, "--calib", photos, "-o", tmp_path / "direct", "--mlp", 0.75, "--device", "cpu")
+    assert direct.exit_code == 0, direct.output
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "direct")]
+    assert files[0] == files[1]
+
+    swept = run(
+        "sweep", *model, *common, "--sparsity", "0.8:0.9:0.1", "--kinds", "mlp,attn", "--data", photos, "--json"
+    )
+    assert swept.exit_code == 0, swept.output
+    rows = json.loads(swept.stdout)
+    assert [(row["mlp"], row["attn"]) for row in rows] == [(0.8, 0), (0.9, 0), (0, 0.8), (0, 0.9)]
+    assert all(0 <= row["agreement"] <= 1 and row["kl"] >= 0 for row in rows)
+
+    both = run("plan", *model, *common, "--calib", photos, "--mlp", 0.5)
+    assert both.exit_code == 1
+    assert "cannot go with it" in both.output
+    neither = run("plan", *model, "--mlp", 0.5)
+    assert neither.exit_code == 1
+    assert "--calib" in neither.output
+    other = run("plan", "deit_tiny_distilled_patch16_224", "--weights", tmp_path / "no", *common, "--mlp", 0.5)
+    assert other.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0.1:0.3:0.1", [0.1, 0.2, 0.3]), ("0.5", [0.5]), ("0.3,0.7", [0.3, 0.7])]
+)
+def test_ranges_of_sparsity(text: str, expected: list[float]) -> None:
+    assert parse_range(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0.5:0.1:0.1", "a", "0.1:0.5:0", "0.1:0.5"])
+def test_odd_ranges_are_errors(text: str) -> None:
+    with pytest.raises(corp.CorpError, match="should look like"):
+        parse_range(text)
+
+
 BAD = {
     "unknown model, near ones suggested": (["deit_tny_patch16_224"], "did you mean deit_tiny_patch16_224"),
     "sparsity of one": ([MODEL, "--mlp", "1.0"], "not a sparsity"),
@@ -155,7 +203,7 @@ def test_folders_without_images_and_damaged_images(weights: Path, tmp_path: Path
 
 def test_version_and_help() -> None:
     assert corp.__version__ in run("--version").output
-    for name in ("prune", "plan", "inspect", "demo"):
+    for name in ("prune", "plan", "calibrate", "merge", "sweep", "inspect", "demo"):
         assert run(name, "--help").exit_code == 0
 
 

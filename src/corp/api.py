@@ -78,7 +78,7 @@ def calibrate(
         workers.current(),
     )
     with evaluating(model):
-        return job.run_in_memory() if out is None else job.run_in_folder(Path(out))
+        return job.run(None if out is None else Path(out))
 
 
 def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progress | None = None) -> Plan:

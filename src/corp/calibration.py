@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from torch import nn
 from corp.atomic import file_in, lock_folder, read_json, refuse_existing, write_text
 from corp.batches import Forward, describe, move, run, size_of
 from corp.errors import CorpError, DataError, StatisticsError, StorageError
+from corp.offload import PLACES, offloaded
 from corp.sites import MLPSite, Site
 from corp.stats.collect import Collector
-from corp.stats.memory import free_bytes, human, passes
+from corp.stats.memory import HOLD_OUT_EVERY, free_bytes, human, passes
 from corp.stats.site_sums import Entry, read_sums
 from corp.stats.statistics import Statistics, write_manifest, write_site
 from corp.workers import Workers
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
 ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 50_000, 20
-HOLD_OUT_EVERY, HOLD_OUT_AT = 10, 4  # batches 4, 14, 24 … are not fitted on, but judged on
+HOLD_OUT_AT = 4  # batches 4, 14, 24 … are not fitted on, but judged on
 CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 
 Progress = Callable[[int], None]
@@ -34,16 +36,27 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to calibrate. `tokens`: "auto", "all", or how many of every sample's; `memory`: bytes for the sums."""
+    """How to calibrate.
+
+    tokens               "auto" (enough for a stable fit), "all", or how many of every sample's
+    memory               bytes for the sums; None: what is free, with a margin
+    checkpoint_seconds   between checkpoints of a run with an output folder
+    fresh                start over instead of continuing a killed run
+    offload, device      keep the weights on "cpu" or "disk" while layers compute on this device
+    """
 
     tokens: str | int = "auto"
     memory: int | None = None
     checkpoint_seconds: float = 120.0
     fresh: bool = False
+    offload: str | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.tokens not in ("auto", "all") and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise StatisticsError(f"tokens={self.tokens!r} is not 'auto', 'all' or a number of tokens per sample")
+        if self.offload not in (None, *PLACES):
+            raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
 
 
 @dataclass
@@ -63,7 +76,8 @@ class Job:
 
     def __post_init__(self) -> None:
         first = next(self.model.parameters(), torch.empty(0))
-        self.device, self.dtype = first.device, first.dtype
+        self.device = first.device if self.settings.offload is None else torch.device(self.settings.device)
+        self.dtype = first.dtype
         self.total = count_samples(self.batches)
         self.inputs: Any = None
         self.tokens = {s.name: self._tokens_of(s) for s in self.sites if isinstance(s, MLPSite)}
@@ -83,6 +97,13 @@ class Job:
         if len(groups) > 1 and self.announce:
             self.announce(f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data")
         return groups
+
+    def run(self, out: Path | None) -> Statistics:
+        """All passes, with the weights where the settings want them."""
+        with ExitStack() as stack:
+            if self.settings.offload is not None:
+                stack.enter_context(offloaded(self.model, self.settings.offload, self.device))
+            return self.run_in_memory() if out is None else self.run_in_folder(out)
 
     def run_in_memory(self) -> Statistics:
         """All sums in memory: what fits in one pass."""

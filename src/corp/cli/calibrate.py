@@ -22,6 +22,7 @@ def calibrate(
     samples: o.Samples = 4000,
     tokens: o.Tokens = "auto",
     memory: o.Memory = None,
+    offload: o.Offload = None,
     batch_size: o.BatchSize = 32,
     device: o.Device = "auto",
     dtype: o.Dtype = "float32",
@@ -37,7 +38,7 @@ def calibrate(
     torchrun: torchrun --nproc-per-node 4 -m corp calibrate ...
     """
     refuse_existing(out, overwrite=False)
-    settings = o.make_settings(tokens, memory, checkpoint_every, fresh)
+    settings = o.make_settings(tokens, memory, checkpoint_every, fresh, offload, device)
     source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad)
     with workers.launched() as group:
         _, stats = o.calibrated(source, settings=settings, out=out, quiet=group.rank > 0)

@@ -36,7 +36,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         except CorpError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
-            _fail("interrupted; nothing was written", 130)
+            _fail("interrupted; no output was written (corp calibrate goes on where it was when started again)", 130)
         except ModuleNotFoundError as error:
             _fail(f"{error.name} is not installed: pip install 'corp-prune[all]'", 1)
         except MemoryError:

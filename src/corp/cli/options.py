@@ -39,6 +39,7 @@ Tokens = Annotated[
     str, typer.Option(help="Tokens per image for the MLPs: auto (enough for a stable fit), all, or a number.")
 ]
 Memory = Annotated[str | None, typer.Option(help="Memory for the statistics, e.g. 4GB; more passes if they need more.")]
+Offload = Annotated[str | None, typer.Option(help="Keep the weights on cpu or disk; layers visit the device.")]
 Samples = Annotated[int, typer.Option(help="How many of the images to use, drawn by --seed.", min=1)]
 BatchSize = Annotated[int, typer.Option(help="Images per forward pass.", min=1)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
@@ -125,20 +126,33 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> n
     return timm_models.create(name, weights, pretrained=pretrained)
 
 
+def chosen_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     if dtype not in _DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = chosen_device(device)
     try:
         return model.to(torch.device(device), _DTYPES[dtype])
     except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
         raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def make_settings(tokens: str, memory: str | None, checkpoint_seconds: float = 120.0, fresh: bool = False) -> Settings:
+def make_settings(
+    tokens: str,
+    memory: str | None,
+    checkpoint_seconds: float = 120.0,
+    fresh: bool = False,
+    offload: str | None = None,
+    device: str = "cpu",
+) -> Settings:
     number = _number(tokens, int, "--tokens") if tokens not in ("auto", "all") else tokens
-    return Settings(number, None if memory is None else parse_bytes(memory), checkpoint_seconds, fresh)
+    amount = None if memory is None else parse_bytes(memory)
+    return Settings(number, amount, checkpoint_seconds, fresh, offload, chosen_device(device))
 
 
 def image_batches(
@@ -172,7 +186,9 @@ def calibrated(
     """The model, and its statistics over the calibration images; what `recipe` cannot have fails before them."""
     if not source.calib:
         raise DataError("no data: give a folder of images with --calib (or statistics with --stats, where it is taken)")
-    model = place(load_model(source.model, source.weights), source.device, source.dtype)
+    # An offloaded model stays on the host; its layers visit the device during calibration only.
+    home = source.device if settings.offload is None else "cpu"
+    model = place(load_model(source.model, source.weights), home, source.dtype)
     if recipe is not None:
         wanted_sites(find_sites(model), recipe)
     batches = image_batches(model, source.calib, source.samples, source.seed, source.batch_size, source.max_bad)

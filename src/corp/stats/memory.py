@@ -12,10 +12,11 @@ import torch
 
 from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
-from corp.sites import MLPSite, Site
+from corp.sites import AttentionSite, MLPSite, Site
 from corp.stats.grams import FOLD_BLOCK
 from corp.stats.moments import CHUNK
 
+HOLD_OUT_EVERY = 10  # one batch in so many is held out
 MARGIN = 0.75  # of what is free: the forward pass and the fit need some as well
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -24,21 +25,32 @@ def site_bytes(site: Site, samples: int | None) -> int:
     """What the sums of one site hold at the end, the held-out part included; without `samples`, at the most."""
     if isinstance(site, MLPSite):
         return 2 * 8 * site.width**2
-    t, H = packed_size(site.width), site.heads
-    folded = 8 * H * t * t
-    if samples is None or samples > t:
-        return 2 * folded + 4 * FOLD_BLOCK * H * (2 * t + site.width)
-    return 4 * samples * H * (2 * t + site.width)
+    held = None if samples is None else -(-samples // HOLD_OUT_EVERY)
+    return _gram_bytes(site, samples) + _gram_bytes(site, held)
 
 
-def working_bytes(sites: Sequence[Site]) -> int:
-    """What one update of the largest site needs on top: float32 products and centred tokens, or a first fold."""
-    return max((4 * s.width**2 + 8 * CHUNK * s.width for s in sites if isinstance(s, MLPSite)), default=0)
+def _gram_bytes(site: AttentionSite, samples: int | None) -> int:
+    """Single samples while they are the smaller, the sum of their Kronecker products after that."""
+    t, one = packed_size(site.width), 4 * site.heads * (2 * packed_size(site.width) + site.width)
+    if samples is not None and samples <= t:
+        return samples * one
+    return 8 * site.heads * t * t + FOLD_BLOCK * one
+
+
+def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
+    """What an update of one site needs on top: float32 products and centred tokens, or the samples of a first fold."""
+    needs = [0]
+    for site in sites:
+        if isinstance(site, MLPSite):
+            needs.append(4 * site.width**2 + 8 * CHUNK * site.width)
+        elif samples is None or samples > packed_size(site.width):
+            needs.append(_gram_bytes(site, packed_size(site.width)))
+    return max(needs)
 
 
 def passes(sites: Sequence[Site], samples: int | None, budget: int) -> list[list[Site]]:
     """The sites in groups, in order, so that the sums of a group stay within `budget` bytes."""
-    working = working_bytes(sites)
+    working = working_bytes(sites, samples)
     least = working + max(site_bytes(site, samples) for site in sites)
     if least > budget:
         raise StatisticsError(

@@ -1,0 +1,229 @@
+"""What calibration costs, against a plain forward pass and against the paper's way (cache all activations, then loop).
+
+All three run on the same batches in one process, interleaved; medians and ratios are reported. Random weights: the
+cost does not depend on them. Also: plan and apply, peak memory, and how the fit depends on the number of tokens
+(that part needs CORP_ASSETS).
+
+    python -m benchmarks.calibration [--models deit_tiny_patch16_224,...] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import corp
+from corp.calibration import Settings
+from corp.measure.cost import count_params
+from corp.recipe import Recipe
+from corp.sites import AttentionSite, MLPSite
+from corp.stats import Collector
+from corp.text import markdown_table
+
+# isort: split
+import timm
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "deit_base_patch16_224")
+TOTAL = 1000  # images of the run whose tokens "auto" is sized for
+
+
+def auto_tokens(width: int) -> int:
+    """What Settings(tokens="auto") takes of every image in a run of TOTAL images."""
+    from corp.calibration import ENOUGH_PER_CHANNEL, ENOUGH_TOKENS
+
+    return -(-max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) // TOTAL)
+
+
+class Naive:
+    """The paper's Algorithm 1: run and cache activations, then loop over samples and heads."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.sites = model, list(corp.find_sites(model))
+
+    def __call__(self, x: Tensor) -> None:
+        cache: dict[str, Tensor] = {}
+        handles = []
+        for site in self.sites:
+            if isinstance(site, MLPSite):
+                module = self.model.get_submodule(site.down)
+                handles.append(module.register_forward_pre_hook(lambda _m, a, n=site.name: cache.update({n: a[0]})))
+            else:
+                module = self.model.get_submodule(site.q.module)
+                handles.append(module.register_forward_hook(lambda _m, _a, o, n=site.name: cache.update({n: o})))
+        with torch.no_grad():
+            self.model(x)
+        for handle in handles:
+            handle.remove()
+        for site in self.sites:
+            if isinstance(site, AttentionSite):
+                self._attention(site, cache[site.name])
+            else:
+                tokens = cache[site.name].flatten(0, 1)
+                centred = tokens - tokens.mean(0)
+                _ = centred.T @ centred
+
+    def _attention(self, site: AttentionSite, qkv: Tensor) -> None:
+        """Per sample and head, the Kronecker product of half of the dimensions."""
+        d, half = site.width, site.width // 2
+        for sample in qkv:
+            for h in range(site.heads):
+                q = sample[:, site.q.start + h * d : site.q.start + h * d + half]
+                k = sample[:, site.k.start + h * d : site.k.start + h * d + half]
+                _ = torch.kron(k.T @ k, q.T @ q)
+
+
+def timings(name: str, batch: int, rounds: int) -> dict[str, Any]:
+    """Seconds per image of a forward pass, of calibration on all and on enough tokens, and of the naive way."""
+    model = timm.create_model(name).eval()
+    x = torch.randn(batch, 3, 224, 224)
+    sites = list(corp.find_sites(model))
+    enough = {site.name: auto_tokens(site.width) for site in sites}
+    collectors = {"all tokens": Collector(sites, {}), "auto": Collector(sites, enough)}
+    naive = Naive(model)
+
+    def forward(collector: Collector | None) -> None:
+        with torch.no_grad():
+            if collector is None:
+                model(x)
+            else:
+                with collector.watching(model):
+                    model(x)
+
+    ways = {"forward": None, **collectors}
+    seconds: dict[str, list[float]] = {way: [] for way in (*ways, "naive")}
+    for round_ in range(rounds + 1):
+        for way, collector in ways.items():
+            seconds[way].append(timed(lambda c=collector: forward(c)))
+        if round_ < 2:  # it is slow, and its time is not in doubt
+            seconds["naive"].append(timed(lambda: naive(x[:4])) * batch / 4)
+    medians = {way: statistics.median(values[1:]) / batch for way, values in seconds.items()}
+    tokens = sum(isinstance(site, MLPSite) for site in sites) and 197 / medians["all tokens"]
+    return {
+        "params": count_params(model),
+        "batch": batch,
+        "seconds per image": medians,
+        "ratio": {way: value / medians["forward"] for way, value in medians.items()},
+        "tokens per second": tokens,
+    }
+
+
+def timed(action: Any) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def growth(name: str, samples: int, batch: int) -> dict[str, Any]:
+    """A whole run on `samples` random images: calibrate, plan, apply, and the peak of memory above the model's."""
+    model = timm.create_model(name).eval()
+    x = torch.randn(batch, 3, 224, 224)
+    with torch.no_grad():
+        model(x)
+    before = peak()
+    batches = [x] * (samples // batch)
+    seconds = {}
+    start = time.perf_counter()
+    stats = corp.calibrate(model, batches, settings=Settings(tokens="all"))
+    seconds["calibrate"] = time.perf_counter() - start
+    start = time.perf_counter()
+    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5))
+    seconds["plan"] = time.perf_counter() - start
+    start = time.perf_counter()
+    corp.apply(model, stats, plan)
+    seconds["apply"] = time.perf_counter() - start
+    return {"samples": samples, "seconds": seconds, "peak bytes above the forward pass": peak() - before}
+
+
+def peak() -> int:
+    gc.collect()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_own_process(function: str, *args: Any) -> Any:
+    """Peak memory is a process's: measure each run in a fresh one."""
+    code = f"import json; from benchmarks.calibration import {function}; print(json.dumps({function}(*{args!r})))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tokens_needed(assets: Path) -> list[dict[str, Any]]:
+    """DeiT-Tiny, 50 % of the MLPs: held-out error and top-1 against the number of tokens per channel."""
+    from benchmarks.deit_tiny import Setup, accuracy
+    from corp.data.images import ImageBatches, list_images
+
+    setup = Setup(assets, calibrate=False)
+    rows = []
+    for per_image in (4, 8, 15, 30, 50, 100, 197):
+        batches = ImageBatches(list_images([assets / "vision" / "calibration"]), setup.transform)
+        stats = corp.calibrate(setup.model, batches, settings=Settings(tokens=per_image))
+        plan = corp.plan(setup.model, stats, Recipe(mlp=0.5))
+        costs = [site.costs[0] for site in plan.sites]
+        rows.append(
+            {
+                "tokens per image": per_image,
+                "tokens per channel": per_image * stats.samples / 768,
+                "unexplained, fitted data": statistics.mean(c.fit or 0.0 for c in costs),
+                "unexplained, held-out data": statistics.mean(c.held or 0.0 for c in costs),
+                "top-1 %": accuracy(corp.apply(setup.model, stats, plan).model, setup.images, setup.labels),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip-tokens", action="store_true")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    found["models"] = {name: timings(name, args.batch, args.rounds) for name in args.models.split(",")}
+    rows = [
+        (name, *(f"{r['ratio'][way]:.2f}" for way in ("all tokens", "auto", "naive")), f"{r['tokens per second']:.0f}")
+        for name, r in found["models"].items()
+    ]
+    columns = ("model", "all tokens / forward", "auto / forward", "paper's way / forward", "tokens/s (all)")
+    text = "Marginal cost per image, relative to a plain forward pass:\n\n" + markdown_table(columns, rows)
+    print(text, flush=True)
+    found["growth"] = {
+        name: [in_own_process("growth", name, n, args.batch) for n in (64, 256)] for name in args.models.split(",")[:2]
+    }
+    lines = [
+        (name, str(r["samples"]), *(f"{r['seconds'][k]:.1f}" for k in ("calibrate", "plan", "apply")),
+         f"{r['peak bytes above the forward pass'] / 2**20:.0f}")
+        for name, runs in found["growth"].items() for r in runs
+    ]  # fmt: skip
+    text += "\n\nWhole runs, all tokens:\n\n" + markdown_table(
+        ("model", "images", "calibrate, s", "plan, s", "apply, s", "peak MiB above a forward pass"), lines
+    )
+    assets = os.environ.get("CORP_ASSETS", "")
+    if assets and not args.skip_tokens:
+        found["tokens"] = tokens_needed(Path(assets))
+        cells = [[f"{value:.3g}" for value in row.values()] for row in found["tokens"]]
+        text += "\n\nDeiT-Tiny, MLP 50 %, 1,000 photographs:\n\n" + markdown_table(list(found["tokens"][0]), cells)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "calibration.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "calibration.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
