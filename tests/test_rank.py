@@ -11,7 +11,7 @@ def tokens() -> torch.Tensor:  # (200, 6), unequal scales, mean != 0
     return torch.randn(200, 6, dtype=torch.float64) * torch.arange(1, 7) + torch.tensor([3.0, 0, -2, 0, 1, 0])
 
 
-@pytest.mark.parametrize("name", ["activation", "magnitude", "combined", "active"])
+@pytest.mark.parametrize("name", ["activation", "magnitude", "combined", "active", "wanda", "variance", "fluctuation"])
 def test_mlp_scores_equal_a_loop_over_channels(tokens: torch.Tensor, name: str) -> None:
     W = torch.randn(4, 6, dtype=torch.float64)
     expected = []
@@ -19,7 +19,11 @@ def test_mlp_scores_equal_a_loop_over_channels(tokens: torch.Tensor, name: str) 
         energy = sum(float(t[i]) ** 2 for t in tokens) / len(tokens)
         norm = sum(float(w) ** 2 for w in W[:, i]) ** 0.5
         active = sum(abs(float(t[i])) > 1.5 for t in tokens) / len(tokens)
-        expected.append({"activation": energy, "magnitude": norm, "combined": energy * norm, "active": active}[name])
+        mean = sum(float(t[i]) for t in tokens) / len(tokens)
+        variance = sum((float(t[i]) - mean) ** 2 for t in tokens) / len(tokens)
+        scores = {"activation": energy, "magnitude": norm, "combined": energy * norm, "active": active}
+        scores |= {"wanda": energy**0.5 * norm, "variance": variance, "fluctuation": variance * norm**2}
+        expected.append(scores[name])
     mean, cov = tokens.mean(0), torch.cov(tokens.T, correction=0)
     share = (tokens.abs() > 1.5).double().mean(0)
     torch.testing.assert_close(rank.mlp_scores(name, mean, cov, share, W), torch.tensor(expected, dtype=torch.float64))

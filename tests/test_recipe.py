@@ -17,6 +17,7 @@ from corp.recipe import kept_width
         ({"mlp": "half"}, "not a sparsity"),
         ({"mlp": True}, "not a sparsity"),
         ({"rank": "best"}, "rank='best' is not one of"),
+        ({"preset": "magic"}, "preset='magic' is not one of"),
         ({"compensate": "some"}, "compensate='some' is not one of"),
         ({"intercept": "yes"}, "intercept='yes'"),
         ({"intercept": 1}, "intercept=1"),
@@ -34,6 +35,13 @@ from corp.recipe import kept_width
 def test_nonsense_is_refused_with_the_reason(changes: dict, message: str) -> None:
     with pytest.raises(CorpError, match=message):
         Recipe(**changes)
+
+
+def test_presets_fill_what_is_not_given() -> None:
+    assert Recipe(mlp=0.5) == Recipe(mlp=0.5, preset="paper", rank="combined", compensate="full", intercept="auto")
+    assert (Recipe(preset="vbp").rank, Recipe(preset="vbp").compensate) == ("variance", "mean")
+    assert Recipe(preset="grail").intercept is False
+    assert Recipe(preset="vbp", rank="magnitude").rank == "magnitude"
 
 
 def test_last_override_wins_and_other_kinds_keep_the_default() -> None:

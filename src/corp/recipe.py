@@ -11,8 +11,17 @@ from typing import Any
 
 from corp.errors import RecipeError
 
-RANKINGS = ("combined", "activation", "magnitude", "active")
+RANKINGS = ("combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation")
 COMPENSATIONS = ("full", "mean", "none")
+# What people would compare with, as settings of the same pipeline: (rank, compensate, intercept).
+PRESETS: dict[str, tuple[str, str, bool | str]] = {
+    "paper": ("combined", "full", "auto"),
+    "magnitude": ("magnitude", "none", "auto"),
+    "wanda": ("wanda", "none", "auto"),  # E[x²]^½·‖W‖, structured
+    "vbp": ("variance", "mean", "auto"),  # variance ranking, mean shift into the bias
+    "flap": ("fluctuation", "mean", "auto"),  # fluctuation score, bias compensation
+    "grail": ("wanda", "full", False),  # uncentred Gram ridge on the second linear
+}
 KINDS = ("mlp", "attn")  # the kinds of sites; each is a sparsity field of the recipe
 ROUNDING_KEYS = {"mlp": "mlp", "attn": "head"}  # kind of site -> its key in round_to
 
@@ -22,7 +31,10 @@ class Recipe:
     """How much to remove, how to choose it, and how to make up for it.
 
     mlp, attn    share of MLP hidden channels / of each head's Q/K dimensions to remove, in [0, 1)
-    rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active"
+    preset       "paper", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets the
+                 next three where they are not given
+    rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active", "wanda",
+                 "variance", "fluctuation"
     compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
     intercept    may compensation use the bias of the second linear? "auto": where there is one
     ridge        relative: lambda = ridge * mean diagonal of the system
@@ -33,9 +45,10 @@ class Recipe:
 
     mlp: float = 0.0
     attn: float = 0.0
-    rank: str = "combined"
-    compensate: str = "full"
-    intercept: bool | str = "auto"
+    preset: str = "paper"
+    rank: str = ""
+    compensate: str = ""
+    intercept: bool | str = ""
     ridge: float = 1e-3
     round_to: int | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
@@ -45,6 +58,10 @@ class Recipe:
         put = object.__setattr__  # the dataclass is frozen; this is its constructor
         for kind in KINDS:
             put(self, kind, _sparsity(kind, getattr(self, kind)))
+        _one_of("preset", self.preset, tuple(PRESETS))
+        for name, value in zip(("rank", "compensate", "intercept"), PRESETS[self.preset], strict=True):
+            if getattr(self, name) == "":
+                put(self, name, value)
         _one_of("rank", self.rank, RANKINGS)
         _one_of("compensate", self.compensate, COMPENSATIONS)
         if self.intercept not in ("auto", True, False) or not isinstance(self.intercept, bool | str):

@@ -16,7 +16,7 @@ from corp.api import calibrate, placement, wanted_sites
 from corp.calibration import Settings
 from corp.cli.console import note, progress
 from corp.errors import DataError, ModelError, RecipeError
-from corp.recipe import Recipe
+from corp.recipe import PRESETS, RANKINGS, Recipe
 from corp.stats import Statistics
 from corp.stats.memory import parse_bytes
 from corp.version import __version__
@@ -52,9 +52,15 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output
 Mlp = Annotated[float | None, typer.Option(help="Share of MLP hidden channels to remove, 0 <= s < 1.")]
 Attn = Annotated[float | None, typer.Option(help="Share of every head's Q/K dimensions to remove, 0 <= s < 1.")]
 Sparsity = Annotated[float | None, typer.Option(help="The same share for both.")]
-Rank = Annotated[str, typer.Option(help="MLP ranking: combined, activation, magnitude or active.")]
-Compensate = Annotated[str, typer.Option(help="full, mean (bias only) or none.")]
-Intercept = Annotated[str, typer.Option(help="May compensation use a bias? auto (where there is one), yes or no.")]
+Preset = Annotated[str, typer.Option(help=f"Sets the next three: {', '.join(PRESETS)}.")]
+Rank = Annotated[str, typer.Option(help=f"MLP ranking: {', '.join(RANKINGS)}.", show_default="the preset's")]
+Compensate = Annotated[str, typer.Option(help="full, mean (bias only) or none.", show_default="the preset's")]
+Intercept = Annotated[
+    str,
+    typer.Option(
+        help="May compensation use a bias? auto (where there is one), yes or no.", show_default="the preset's"
+    ),
+]
 Ridge = Annotated[float, typer.Option(help="Ridge, relative to the mean diagonal of the system.")]
 RoundTo = Annotated[str, typer.Option(help="Round kept widths up: a number, or e.g. mlp=64,head=8.")]
 Skip = Annotated[list[str] | None, typer.Option(help="Glob over site names to leave alone; may be repeated.")]
@@ -63,7 +69,7 @@ Override = Annotated[
 ]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_INTERCEPTS: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+_INTERCEPTS: dict[str, bool | str] = {"": "", "auto": "auto", "yes": True, "no": False}
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ def make_recipe(
     mlp: float | None,
     attn: float | None,
     sparsity: float | None,
+    preset: str,
     rank: str,
     compensate: str,
     intercept: str,
@@ -98,11 +105,12 @@ def make_recipe(
     if sparsity is None and mlp is None and attn is None:
         raise RecipeError("nothing to prune: give --sparsity 0.5, or --mlp and/or --attn")
     if intercept not in _INTERCEPTS:
-        raise RecipeError(f"--intercept {intercept} is not one of {', '.join(_INTERCEPTS)}")
+        raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
     both = 0.0 if sparsity is None else sparsity
     return Recipe(
         mlp=both if mlp is None else mlp,
         attn=both if attn is None else attn,
+        preset=preset,
         rank=rank,
         compensate=compensate,
         intercept=_INTERCEPTS[intercept],

@@ -27,9 +27,10 @@ def plan(
     mlp: o.Mlp = None,
     attn: o.Attn = None,
     sparsity: o.Sparsity = None,
-    rank: o.Rank = "combined",
-    compensate: o.Compensate = "full",
-    intercept: o.Intercept = "auto",
+    preset: o.Preset = "paper",
+    rank: o.Rank = "",
+    compensate: o.Compensate = "",
+    intercept: o.Intercept = "",
     ridge: o.Ridge = 1e-3,
     round_to: o.RoundTo = "1",
     skip: o.Skip = None,
@@ -43,7 +44,7 @@ def plan(
     json: o.Json = False,
 ) -> None:
     """Show what pruning MODEL would keep and cost (dry run): per site widths, rho² and predicted error."""
-    recipe = o.make_recipe(mlp, attn, sparsity, rank, compensate, intercept, ridge, round_to, skip, override)
+    recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)

@@ -28,9 +28,10 @@ def prune(
     mlp: o.Mlp = None,
     attn: o.Attn = None,
     sparsity: o.Sparsity = None,
-    rank: o.Rank = "combined",
-    compensate: o.Compensate = "full",
-    intercept: o.Intercept = "auto",
+    preset: o.Preset = "paper",
+    rank: o.Rank = "",
+    compensate: o.Compensate = "",
+    intercept: o.Intercept = "",
     ridge: o.Ridge = 1e-3,
     round_to: o.RoundTo = "1",
     skip: o.Skip = None,
@@ -44,7 +45,7 @@ def prune(
     json: o.Json = False,
 ) -> None:
     """Prune MODEL: calibrate on unlabelled images, remove, compensate, save."""
-    recipe = o.make_recipe(mlp, attn, sparsity, rank, compensate, intercept, ridge, round_to, skip, override)
+    recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
     refuse_existing(out, overwrite=overwrite)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
     dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))

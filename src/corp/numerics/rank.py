@@ -31,6 +31,12 @@ def mlp_scores(rank: str, mean: Tensor, cov: Tensor, active: Tensor, W: Tensor) 
         return weight_magnitude(W)
     if rank == "active":
         return active
+    if rank == "wanda":
+        return activation_energy(mean, cov).clamp(min=0).sqrt() * weight_magnitude(W)
+    if rank == "variance":
+        return cov.diagonal()
+    if rank == "fluctuation":
+        return cov.diagonal() * weight_magnitude(W).square()
     raise ValueError(f"no ranking is called {rank!r}")
 
 
