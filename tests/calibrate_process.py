@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,13 +22,16 @@ torch.set_num_threads(1)
 class Data:
     """Batches, slowly if asked, failing on a given worker if asked."""
 
-    def __init__(self, batches: int, pause: float, fail: bool) -> None:
+    def __init__(self, batches: int, pause: float, fail: bool, wait_for: str) -> None:
         self.parts, self.pause, self.fail = images(batches, 10), pause, fail
+        self.wait_for = wait_for
         self.samples = 10 * batches
 
     def __iter__(self) -> Iterator[Tensor]:
         for part in self.parts:
             time.sleep(self.pause)
+            while self.wait_for and not Path(self.wait_for).exists():
+                time.sleep(0.05)
             yield torch.full_like(part, float("nan")) if self.fail else part
 
 
@@ -36,10 +40,11 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--wait-for", default="")
     parser.add_argument("--fail-on", type=int, default=-1)
     args = parser.parse_args()
     with workers.launched() as group:
-        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on)
+        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on, wait_for=args.wait_for)
         try:
             corp.calibrate(build("vit"), data, out=args.out, settings=Settings(checkpoint_seconds=0))
         except CorpError as error:

@@ -19,7 +19,7 @@ from corp.atomic import file_in, lock_folder, read_json, refuse_existing, write_
 from corp.batches import Forward, describe, move, run, size_of
 from corp.errors import CorpError, DataError, StatisticsError, StorageError
 from corp.offload import PLACES, offloaded
-from corp.sites import MLPSite, Site
+from corp.sites import AttentionSite, MLPSite, Site
 from corp.stats.collect import Collector
 from corp.stats.memory import HOLD_OUT_EVERY, free_bytes, human, passes
 from corp.stats.site_sums import Entry, read_sums
@@ -80,15 +80,17 @@ class Job:
         self.dtype = first.dtype
         self.total = count_samples(self.batches)
         self.inputs: Any = None
-        self.tokens = {s.name: self._tokens_of(s) for s in self.sites if isinstance(s, MLPSite)}
+        self.tokens = {s.name: self._tokens_of(s.width) for s in self.sites if isinstance(s, MLPSite)}
+        outs = {s.out: s.out_width for s in self.sites if isinstance(s, AttentionSite) and s.out is not None}
+        self.tokens |= {name: self._tokens_of(width) for name, width in outs.items()}
 
-    def _tokens_of(self, site: MLPSite) -> int:
-        """Tokens per sample at this site; 0 takes all."""
+    def _tokens_of(self, width: int) -> int:
+        """Tokens per sample where `width` channels are modelled; 0 takes all."""
         if isinstance(self.settings.tokens, int):
             return self.settings.tokens
         if self.settings.tokens == "all" or not self.total:
             return 0
-        return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * site.width) / self.total)
+        return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / self.total)
 
     def groups(self) -> list[list[Site]]:
         """Sites per pass over the data, said aloud when it takes more than one."""

@@ -43,7 +43,8 @@ class AttentionSite:
     """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
 
     `build(dense_module, q, k)` makes the narrower attention module around new query and key
-    projections: one class of surgery/attention.py per calling convention.
+    projections: one class of surgery/attention.py per calling convention. `out` is the linear that takes the
+    heads' concatenated values, `out_width` of them; its input is remembered too, where it is pointed at.
     """
 
     name: str
@@ -51,6 +52,8 @@ class AttentionSite:
     k: Rows
     heads: int
     build: Callable[..., nn.Module]
+    out: str | None = None
+    out_width: int = 0
     kind: ClassVar[str] = "attn"
 
     @property

@@ -127,5 +127,6 @@ def _prefixed(finding: Finding, prefix: str) -> Finding:
     if isinstance(finding, MLPSite):
         return replace(finding, name=name, up=tuple(map(at, finding.up)), down=f"{prefix}.{finding.down}")
     if isinstance(finding, AttentionSite):
-        return replace(finding, name=name, q=at(finding.q), k=at(finding.k))
+        out = None if finding.out is None else f"{prefix}.{finding.out}"
+        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), out=out)
     return replace(finding, name=name)

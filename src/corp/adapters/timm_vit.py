@@ -81,6 +81,8 @@ def _packed(name: str, attention: Any) -> Finding:
         k=Rows(qkv, width, 2 * width),
         heads=attention.num_heads,
         build=RelativeAttention if type(attention) is RelPosAttention else PackedAttention,
+        out=f"{name}.proj",
+        out_width=attention.proj.in_features,
     )
 
 

@@ -38,6 +38,9 @@ class Collector:
     def __post_init__(self) -> None:
         self.cursor = Cursor()
         self.sums: dict[str, AnySums] = {site.name: _empty(site) for site in self.sites}
+        for site in self.sites:
+            if isinstance(site, AttentionSite) and site.out is not None:
+                self.sums[site.out] = SiteSums(Moments(site.out_width), Moments(site.out_width))
 
     def _current(self, name: str, kind: type[Sums]) -> Sums:
         """The sums that the batch under way belongs to."""
@@ -52,9 +55,11 @@ class Collector:
         with _removed_later() as handles:
             for site in self.sites:
                 if isinstance(site, MLPSite):
-                    handles.append(self._watch_mlp(model, site))
-                else:
-                    handles += self._watch_attention(model, site)
+                    handles.append(self._watch_input(model, site.name, site.down))
+                    continue
+                handles += self._watch_attention(model, site)
+                if site.out is not None:
+                    handles.append(self._watch_input(model, site.out, site.out))
             yield
 
     @contextmanager
@@ -63,26 +68,29 @@ class Collector:
         with _removed_later() as handles:
             for site in self.sites:
                 if isinstance(site, MLPSite):
-                    handles.append(_watch_input(model, site, self._set_shift(site)))
+                    handles.append(_before(model, site.down, self._set_shift(site.name)))
+                elif site.out is not None:
+                    handles.append(_before(model, site.out, self._set_shift(site.out)))
             yield
 
-    def _watch_mlp(self, model: nn.Module, site: MLPSite) -> RemovableHandle:
-        tokens = self.tokens.get(site.name, 0)
+    def _watch_input(self, model: nn.Module, name: str, linear: str) -> RemovableHandle:
+        """The input of a linear layer, into the moments called `name`."""
+        tokens = self.tokens.get(name, 0)
 
-        def before_down(x: Tensor) -> None:
-            moments = self._current(site.name, Moments)
+        def see(x: Tensor) -> None:
+            moments = self._current(name, Moments)
             moments.update(choose_tokens(x, tokens, self.cursor.sample))
-            _require_finite(moments, site)
+            _require_finite(moments, name)
 
-        return _watch_input(model, site, before_down)
+        return _before(model, linear, see)
 
-    def _set_shift(self, site: MLPSite) -> Callable[[Tensor], None]:
-        def before_down(x: Tensor) -> None:
-            sums: Any = self.sums[site.name]
-            sums.fit.shift = shift_of(x.reshape(-1, site.width))
+    def _set_shift(self, name: str) -> Callable[[Tensor], None]:
+        def see(x: Tensor) -> None:
+            sums: Any = self.sums[name]
+            sums.fit.shift = shift_of(x.reshape(-1, x.shape[-1]))
             sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
 
-        return before_down
+        return see
 
     def _watch_attention(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """Queries and keys may come out of one projection or of two; the sums need both."""
@@ -95,7 +103,7 @@ class Collector:
             if len(seen) == 2:
                 grams = self._current(site.name, Grams)
                 grams.update(_as_batch(seen.pop("q")), _as_batch(seen.pop("k")))
-                _require_finite(grams, site)
+                _require_finite(grams, site.name)
 
         def hook(module: str) -> RemovableHandle:
             return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
@@ -133,8 +141,8 @@ def _removed_later() -> Iterator[list[RemovableHandle]]:
             handle.remove()
 
 
-def _watch_input(model: nn.Module, site: MLPSite, see: Callable[[Tensor], None]) -> RemovableHandle:
-    return model.get_submodule(site.down).register_forward_pre_hook(lambda _m, args: see(args[0]))
+def _before(model: nn.Module, linear: str, see: Callable[[Tensor], None]) -> RemovableHandle:
+    return model.get_submodule(linear).register_forward_pre_hook(lambda _m, args: see(args[0]))
 
 
 def _as_batch(x: Tensor) -> Tensor:
@@ -142,9 +150,9 @@ def _as_batch(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 2 else x
 
 
-def _require_finite(sums: Moments | Grams, site: Site) -> None:
+def _require_finite(sums: Moments | Grams, name: str) -> None:
     if not sums.finite:
         raise StatisticsError(
-            f"NaN or Inf in the activations of site {site.name!r}; check the weights and the input, "
+            f"NaN or Inf in the activations of site {name!r}; check the weights and the input, "
             "or calibrate in float32 (half precision overflows above 65504)"
         )

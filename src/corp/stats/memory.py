@@ -26,7 +26,7 @@ def site_bytes(site: Site, samples: int | None) -> int:
     if isinstance(site, MLPSite):
         return 2 * 8 * site.width**2
     held = None if samples is None else -(-samples // HOLD_OUT_EVERY)
-    return _gram_bytes(site, samples) + _gram_bytes(site, held)
+    return _gram_bytes(site, samples) + _gram_bytes(site, held) + 2 * 8 * site.out_width**2
 
 
 def _gram_bytes(site: AttentionSite, samples: int | None) -> int:
