@@ -92,13 +92,29 @@ class Job:
             return 0
         return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / self.total)
 
-    def groups(self) -> list[list[Site]]:
-        """Sites per pass over the data, said aloud when it takes more than one."""
-        budget = free_bytes(self.device) if self.settings.memory is None else self.settings.memory
-        groups = passes(self.sites, self.total, budget)
-        if len(groups) > 1 and self.announce:
-            self.announce(f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data")
-        return groups
+    def groups(self, record: Path | None = None) -> list[list[Site]]:
+        """Sites per pass over the data, said aloud when it takes more than one.
+
+        The first worker decides for all, and a continued run keeps to what was recorded: free memory differs from
+        worker to worker and from day to day.
+        """
+        decided: list[list[str]] = []
+
+        def decide() -> None:
+            if record is not None and record.is_file():
+                decided.extend(read_json(record))
+                return
+            budget = free_bytes(self.device) if self.settings.memory is None else self.settings.memory
+            groups = passes(self.sites, self.total, budget)
+            if len(groups) > 1 and self.announce:
+                self.announce(f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data")
+            decided.extend([site.name for site in group] for group in groups)
+            if record is not None:
+                write_text(record, json.dumps(decided))
+
+        self._on_first_worker(decide)
+        by_name = {site.name: site for site in self.sites}
+        return [[by_name[name] for name in group] for group in self.workers.gather(decided)[0]]
 
     def run(self, out: Path | None) -> Statistics:
         """All passes, with the weights where the settings want them."""
@@ -131,7 +147,7 @@ class Job:
         with lock_folder(partial, f"rank-{self.workers.rank}"):
             entries: dict[str, Entry] = {}
             samples = 0
-            for number, group in enumerate(self.groups()):
+            for number, group in enumerate(self.groups(partial / "passes.json")):
                 samples = self._finish_group(partial, number, group, entries)
             if self.workers.rank == 0:
                 header = Statistics({}, samples, self.weights, self.inputs, self.origin)
@@ -180,10 +196,7 @@ class Job:
                 raise
             problem = str(error)
         self.workers.agree(problem)
-        if self.inputs is None:  # this worker's shard was empty
-            self.inputs = next((found for found in self.workers.gather(self.inputs) if found), None)
-        else:
-            self.workers.gather(self.inputs)
+        self.inputs = next((found for found in self.workers.gather(self.inputs) if found), None)  # shards may be empty
         total = sum(self.workers.gather(samples))
         if total == 0:
             raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
@@ -347,7 +360,8 @@ def _publish(partial: Path, out: Path) -> None:
     refuse_existing(out, overwrite=False)
     for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass-*.json"), *partial.glob(".lock-*")):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    (partial / "run.json").unlink(missing_ok=True)
+    for record in ("run.json", "passes.json"):
+        (partial / record).unlink(missing_ok=True)
     partial.rename(out)
 
 

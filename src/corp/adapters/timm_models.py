@@ -27,7 +27,8 @@ def create(name: str, weights: str | Path | None = None, *, pretrained: bool = F
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None)
     except Exception as error:  # hub, network or tag trouble: timm raises many kinds
-        raise ModelError(f"timm cannot make {name!r}: {error}. Pass the weights as a file with --weights") from error
+        reason = str(error).rstrip(". ")
+        raise ModelError(f"timm cannot make {name!r}: {reason}. Pass the weights as a file with --weights") from error
     if weights is not None:
         load_weights(model, Path(weights))
     return model.eval()

@@ -86,6 +86,13 @@ class Grams:
         q, k = (torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k))
         return SampledHead(self.width, q, k)
 
+    def gram_sums(self) -> tuple[Tensor, Tensor] | None:
+        """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded: the Kronecker sum holds neither."""
+        if self.kron is not None:
+            return None
+        q, k = (torch.cat(parts).double().sum(0) for parts in (self._q, self._k))  # (H, t)
+        return unpack(q, self.width), unpack(k, self.width)
+
     def __add__(self, other: Grams) -> Grams:
         if (self.heads, self.width) != (other.heads, other.width):
             raise StatisticsError(

@@ -1,0 +1,123 @@
+"""corp analyze: how redundant the layers of a model are, before anything is pruned."""
+
+from __future__ import annotations
+
+import csv
+import json as json_
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from corp.adapters.registry import find_sites
+from corp.analysis import Analysis, Row
+from corp.analysis import analyze as measure
+from corp.atomic import new_folder, refuse_existing
+from corp.cli import options as o
+from corp.cli.console import command, note, progress, show_json, show_table
+from corp.errors import DataError
+from corp.sites import Sites
+from corp.stats import Statistics
+
+COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
+PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"
+
+
+@command
+def analyze(
+    model: o.ModelArg,
+    calib: o.MaybeCalib = None,
+    stats: o.Stats = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for a picture, a CSV and a JSON file.")
+    ] = None,
+    weights: o.Weights = None,
+    samples: o.Samples = 1000,
+    tokens: o.Tokens = "auto",
+    memory: o.Memory = None,
+    batch_size: o.BatchSize = 32,
+    device: o.Device = "auto",
+    dtype: o.Dtype = "float32",
+    seed: o.Seed = 0,
+    max_bad: o.MaxBad = 0.05,
+    overwrite: o.Overwrite = False,
+    json: o.Json = False,
+) -> None:
+    """Show how redundant the MLP channels and the Q/K dimensions of MODEL are on the data of --calib or --stats."""
+    if out is not None:
+        import matplotlib as _  # noqa: F401  (missing: said before the data pass, not after it)
+
+        refuse_existing(out, overwrite=overwrite)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
+    sites, found = _statistics(source, stats, o.make_settings(tokens, memory))
+    with progress("analysing", len(sites), "sites") as advance:
+        analysis = measure(sites, found, advance)
+    content = {"model": model, "samples": found.samples, **analysis.to_dict()}
+    if out is not None:
+        _write(out, analysis, content, title=f"{model}, {found.samples} samples", overwrite=overwrite)
+    if json:
+        show_json(content)
+    else:
+        _show(analysis, found.samples)
+
+
+def _statistics(source: o.Source, stats: Path | None, settings: Any) -> tuple[Sites, Statistics]:
+    """Sites and sums. Sums of an earlier calibration need no weights: the table describes the model they saw."""
+    if stats is None:
+        model, found = o.calibrated(source, settings=settings)
+        return find_sites(model), found
+    if source.calib:
+        raise DataError("--stats are of data that was seen already; --calib cannot go with it")
+    return find_sites(o.load_model(source.model, source.weights, pretrained=False)), Statistics.load(stats)
+
+
+def _show(analysis: Analysis, samples: int) -> None:
+    if rows := analysis.of("mlp"):
+        table = [[row.site, *_cells(row), f"{row.sparsity:.3f}"] for row in rows]
+        show_table(f"MLP channels ({samples} samples)", (*COLUMNS, "sparsity"), table)
+    if rows := analysis.of("q", "k"):
+        table = [[f"{row.site} {row.what} head {row.head}", *_cells(row)] for row in rows]
+        show_table(f"queries and keys ({samples} samples)", COLUMNS, table)
+    for site, reason in analysis.unavailable.items():
+        note(f"{site}: queries and keys are not available: {reason}")
+
+
+def _cells(row: Row) -> list[str]:
+    cells = [str(row.dim), f"{row.effective_rank:.1f}", f"{row.rank_ratio:.3f}"]
+    for k in (row.k95_channels, row.k95_eigenvalues):
+        cells += [str(k), f"{k / row.dim:.3f}"]
+    return cells
+
+
+def _write(out: Path, analysis: Analysis, content: dict[str, Any], *, title: str, overwrite: bool) -> None:
+    from corp.report.plots import redundancy_chart  # matplotlib is imported only when a picture is asked for
+
+    with new_folder(out, overwrite=overwrite) as folder:
+        (folder / DATA).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
+        with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
+            entries = [row.to_dict() for row in analysis.rows]
+            writer = csv.DictWriter(file, list(entries[0]) if entries else ["site"], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(entries)
+        redundancy_chart(_curves(analysis.of("mlp")), _ranges(analysis), folder / PICTURE, title=title)
+
+
+def _curves(rows: list[Row]) -> dict[str, list[float]]:
+    """Shares per MLP, in the model's order."""
+    return {
+        "effective rank / width": [row.rank_ratio for row in rows],
+        "95 % of variance: eigenvalues / width": [row.k95_eigenvalues / row.dim for row in rows],
+        "95 % of variance: channels / width": [row.k95_channels / row.dim for row in rows],
+        "activation sparsity": [row.sparsity or 0.0 for row in rows],
+    }
+
+
+def _ranges(analysis: Analysis) -> dict[str, list[tuple[float, float, float]]]:
+    """Effective rank over width of queries and of keys, per attention: (least, mean, most) of its heads."""
+    ranges: dict[str, list[tuple[float, float, float]]] = {}
+    for what, label in (("q", "queries"), ("k", "keys")):
+        by_site: dict[str, list[float]] = {}
+        for row in analysis.of(what):
+            by_site.setdefault(row.site, []).append(row.rank_ratio)
+        ranges[label] = [(min(r), sum(r) / len(r), max(r)) for r in by_site.values()]
+    return ranges

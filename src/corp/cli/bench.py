@@ -1,0 +1,264 @@
+"""corp bench: what pruning gained on this machine, as ratios with an interval, and why not more."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+from corp import storage
+from corp.adapters.registry import find_sites
+from corp.api import history
+from corp.cli import options as o
+from corp.cli.console import command, note, show_json, show_table
+from corp.errors import CorpError, CorpWarning, ModelError
+from corp.measure import timing
+from corp.measure.footprint import Sizes, measure_sizes
+from corp.sites import Site
+
+SIZES = ("model", "parameters", "MACs", "on disk", "peak memory", "latency p50", "p95", "throughput")
+GAINS = ("against {}", "latency", "95 % interval", "throughput", "95 % interval", "ideal", "reached")
+TILES = {"mlp": ("mlp", 64), "attn": ("head", 8)}  # per kind: its name in --round-to, the width kernels take whole
+LATENCY_CALLS = 5  # per round: a percentile wants more calls than a median of rounds does
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model to time; `dense_widths` are those its pruned sites had once."""
+
+    name: str
+    model: nn.Module
+    dense_widths: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found about one model."""
+
+    name: str
+    sizes: Sizes
+    times: timing.Times
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **self.sizes.to_dict(), **self.times.to_dict()}
+
+
+@command
+def bench(
+    models: Annotated[list[str], typer.Argument(help="Saved folders or timm names; the first is the baseline.")],
+    batch: Annotated[int, typer.Option(help="Samples per forward pass for throughput and memory.", min=1)] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds; each times every model.", min=timing.MIN_ROUNDS)] = 20,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: as torch chooses.", min=0)] = 0,
+    input: Annotated[
+        str | None, typer.Option(help="Shape of one sample, e.g. 3x224x224; default: the model's.")
+    ] = None,
+    device: o.Device = "auto",
+    dtype: o.Dtype = "float32",
+    json: o.Json = False,
+) -> None:
+    """Time MODELS against the first of them; a pruned folder alone is timed against its dense base.
+
+    Weights do not change the time: timm names and dense bases are built with random ones, nothing is downloaded.
+    """
+    contenders = [_placed(contender, device, dtype) for contender in gather(models)]
+    shape = common_shape(contenders, input)
+    with _threads(threads), torch.inference_mode():
+        measured = measure(contenders, shape, batch, rounds)
+        used = torch.get_num_threads()
+    gains = [compare(measured[0], other) for other in measured[1:]]
+    pairs = zip(contenders[1:], measured[1:], gains, strict=True)
+    causes = [text for c, m, g in pairs for text in explain(c, m.times, g)]
+    settings = {"device": str(_home(contenders[0])), "dtype": dtype, "threads": used, "batch": batch, "rounds": rounds}
+    if json:
+        entries = [m.to_dict() for m in measured]
+        for entry, gain in zip(entries[1:], gains, strict=True):
+            entry["speed_up"] = gain.to_dict()
+        settings["torch"] = torch.__version__
+        show_json({**settings, "input": list(shape), "baseline": 0, "models": entries, "causes": causes})
+        return
+    _show(measured, gains, settings)
+    for text in causes:
+        warnings.warn(text, CorpWarning, stacklevel=1)
+
+
+def gather(names: list[str]) -> list[Contender]:
+    """The models by name; before a lone pruned folder goes its dense base."""
+    if len(names) == 1 and Path(names[0]).is_dir():
+        folder = Path(names[0])
+        try:
+            base = storage.rebuild(storage.read_manifest(folder)["base"], folder)
+        except CorpError as error:
+            raise ModelError(
+                f"{error}. To time it against another model give both: corp bench DENSE {folder}"
+            ) from error
+        return [Contender("dense base", base.eval(), {}), _contender(names[0])]
+    return [_contender(name) for name in names]
+
+
+def _contender(name: str) -> Contender:
+    model = o.load_model(name, None, pretrained=False)
+    before = {site.name: site.width for plan in reversed(history(model)) for site in plan.sites}
+    return Contender(name, model, before)
+
+
+def _placed(contender: Contender, device: str, dtype: str) -> Contender:
+    return Contender(contender.name, o.place(contender.model, device, dtype), contender.dense_widths)
+
+
+def _home(contender: Contender) -> torch.device:
+    return next(contender.model.parameters()).device
+
+
+def common_shape(contenders: list[Contender], given: str | None) -> tuple[int, ...]:
+    """The shape of one sample, which all models must share: ratios of different work say nothing."""
+    if given is not None:
+        parts = given.split("x")
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            raise ModelError(f"--input {given!r} should look like 3x224x224")
+        return tuple(map(int, parts))
+    shapes = {contender.name: sample_shape(contender) for contender in contenders}
+    if len(set(shapes.values())) > 1:
+        told = ", ".join(f"{name}: {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+        raise ModelError(f"these models take different inputs ({told}); give one that all take with --input")
+    return next(iter(shapes.values()))
+
+
+def sample_shape(contender: Contender) -> tuple[int, ...]:
+    """What the model's patch embedding was built for, else what its configuration says."""
+    model: Any = contender.model
+    patches: Any = getattr(model, "patch_embed", None)
+    if patches is not None and getattr(patches, "img_size", None) is not None:
+        return (int(patches.proj.in_channels), *map(int, patches.img_size))
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    if size is None:
+        raise ModelError(f"{contender.name} does not say what it takes; give it with --input, e.g. --input 3x224x224")
+    return tuple(map(int, size))
+
+
+def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rounds: int) -> list[Measured]:
+    """Sizes one by one, times of all models in turn: batch 1 first, then `batch`."""
+    inputs = {n: [_random(c, (n, *shape)) for c in contenders] for n in (1, batch)}
+    try:
+        calls = {n: [_call(c.model, x) for c, x in zip(contenders, inputs[n], strict=True)] for n in inputs}
+        sizes = [
+            measure_sizes(c.model, x, call) for c, x, call in zip(contenders, inputs[1], calls[batch], strict=True)
+        ]
+        single = timing.interleave(calls[1], rounds=rounds, repeats=LATENCY_CALLS)
+        batched = timing.interleave(calls[batch], rounds=rounds)
+    except (
+        RuntimeError,
+        AssertionError,
+        TypeError,
+    ) as error:  # what torch and timm raise for an input that does not fit
+        first = str(error).splitlines()[0]
+        raise ModelError(
+            f"a forward pass over {batch} samples of {'x'.join(map(str, shape))} failed: {first}"
+        ) from error
+    found = zip(contenders, sizes, single, batched, strict=True)
+    return [Measured(c.name, size, timing.Times(batch, one, many)) for c, size, one, many in found]
+
+
+def _random(contender: Contender, shape: tuple[int, ...]) -> Tensor:
+    first = next(contender.model.parameters())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(first)
+
+
+def _call(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    """One forward pass, over when its result is there and not when it was asked for."""
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(x.device.type, lambda: None)
+
+    def call() -> None:
+        model(x)
+        wait()
+
+    return call
+
+
+def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:
+    """Why pruning helps less than its MACs promise: causes that shapes and times show, each with its remedy."""
+    changed = [s for s in find_sites(contender.model) if s.width < contender.dense_widths.get(s.name, s.width)]
+    texts = [*_unequal_widths(contender, [s for s in changed if s.kind == "attn"]), *_odd_widths(changed)]
+    if timing.launch_bound(times, gain):
+        texts.append(
+            f"batch 1 is bound by launching operations, not by arithmetic: MACs fell {gain.ideal:.2f}x, latency "
+            f"{gain.latency.value:.2f}x, and a sample takes {1e3 * times.alone:.2f} ms alone but "
+            f"{1e3 * times.together:.2f} ms in a batch of {times.batch}; larger batches, torch.compile or CUDA graphs "
+            "help there, narrower layers do not"
+        )
+    return [f"{contender.name}: {text}" for text in texts]
+
+
+def _unequal_widths(contender: Contender, narrow: list[Site]) -> Iterator[str]:
+    """What surgery.attention.attend has to do for values that are wider than queries and keys."""
+    if not narrow:
+        return
+    on_cuda = _home(contender).type == "cuda"
+    does = "the flash kernel wants equal widths, so the slower memory-efficient one runs"
+    pads = "the fused kernel wants equal widths, so q and k are padded back and their product costs what it did"
+    yield (
+        f"{_some(narrow)}: q/k of {narrow[0].width} beside v of {contender.dense_widths[narrow[0].name]}: "
+        f"{does if on_cuda else pads}; only the projections got cheaper. Pruning the MLPs gains more time"
+    )
+
+
+def _odd_widths(changed: list[Site]) -> Iterator[str]:
+    for kind, (key, tile) in TILES.items():
+        if odd := [site for site in changed if site.kind == kind and site.width % tile]:
+            fact = f"width {odd[0].width} is no multiple of {tile}, so kernels run part-filled tiles"
+            yield f"{_some(odd)}: {fact}; prune with --round-to {key}={tile}"
+
+
+def compare(baseline: Measured, other: Measured) -> timing.Gain:
+    return timing.gain(baseline.times, other.times, ideal=baseline.sizes.macs / max(1, other.sizes.macs))
+
+
+def _some(sites: list[Site]) -> str:
+    return sites[0].name + (f" and {len(sites) - 1} more" if len(sites) > 1 else "")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _show(measured: list[Measured], gains: list[timing.Gain], settings: dict[str, Any]) -> None:
+    title = "{device}, {dtype}, threads: {threads}, rounds: {rounds}; latency at batch 1, the rest at batch {batch}"
+    show_table(title.format(**settings), SIZES, [_size_row(m) for m in measured])
+    if gains:
+        columns = (GAINS[0].format(measured[0].name), *GAINS[1:])
+        show_table("speed-up", columns, [_gain_row(m.name, g) for m, g in zip(measured[1:], gains, strict=True)])
+        note("reached: (throughput - 1) / (ideal - 1), the ideal being the ratio of MACs")
+
+
+def _size_row(measured: Measured) -> list[str]:
+    sizes, times = measured.sizes, measured.times
+    cells = [f"{sizes.params / 1e6:.3f} M", f"{sizes.macs / 1e9:.3f} G", f"{sizes.disk / 2**20:.1f} MB"]
+    cells.append(f"{(sizes.weights + sizes.activations) / 2**20:.1f} MB")
+    latency = timing.summarize(times.single)
+    return [
+        measured.name,
+        *cells,
+        f"{1e3 * latency.p50:.2f} ms",
+        f"{1e3 * latency.p95:.2f} ms",
+        f"{1 / times.together:.1f} /s",
+    ]
+
+
+def _gain_row(name: str, gain: timing.Gain) -> list[str]:
+    cells = [name]
+    for ratio in (gain.latency, gain.throughput):
+        verdict = " within the noise" if ratio.within_noise else ""
+        cells += [f"{ratio.value:.2f}x", f"{ratio.low:.2f}–{ratio.high:.2f}{verdict}"]
+    return [*cells, f"{gain.ideal:.2f}x", "–" if gain.reached is None else f"{gain.reached:.0%}"]

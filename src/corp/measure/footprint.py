@@ -1,0 +1,120 @@
+"""What a model takes: bytes of its weights on disk and in memory, and the peak of a forward pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from corp.measure.cost import count_macs, count_params
+
+# As safetensors spells them; the longest name counts for dtypes that are not here.
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+_DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`weights` are in memory, `activations` the peak of a forward pass above them."""
+
+    params: int
+    macs: int
+    disk: int
+    weights: int
+    activations: int
+
+    def to_dict(self) -> dict[str, Any]:
+        memory = {"weights": self.weights, "activations": self.activations}
+        return {"params": self.params, "macs": self.macs, "disk_bytes": self.disk, "memory_bytes": memory}
+
+
+def measure_sizes(model: nn.Module, sample: Tensor, call: Callable[[], object]) -> Sizes:
+    """MACs of one `sample` (1, ...), memory of `call`, a forward pass over as many as it likes."""
+    macs, peak = count_macs(model, sample), peak_bytes(call, sample.device)
+    return Sizes(count_params(model), macs, disk_bytes(model), weight_bytes(model), peak)
+
+
+def disk_bytes(model: nn.Module) -> int:
+    """The size of model.safetensors as corp writes it, found without writing it: the tensors and their header."""
+    state: dict[str, Tensor] = model.state_dict()
+    return sum(tensor.nbytes for tensor in state.values()) + _header_bytes(state)
+
+
+def _header_bytes(state: dict[str, Tensor]) -> int:
+    """An 8-byte length, then JSON padded to 8; tensors stand by falling width of dtype, then by name."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        dtype = _DTYPE_NAMES.get(tensor.dtype, "F8_E4M3")
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
+    return 8 + (length + 7) // 8 * 8
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Parameters and buffers in memory, shared ones once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in (*model.parameters(), *model.buffers())}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """The most that torch's allocator held at once during `call`, above what it held before.
+
+    It counts tensors, intermediate ones included, and is the same in every run. What libraries (oneDNN, cuDNN) keep
+    outside that allocator and memory that the allocator holds in reserve are not in it; peak RSS would mix those with
+    the history of the process.
+    """
+    call()  # the first call builds caches that stay
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    return _profiled_peak(call)
+
+
+def _profiled_peak(call: Callable[[], object]) -> int:
+    """The peak of the running total of all allocations (+) and releases (-) that torch's profiler saw."""
+    with _native_silence(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    total = peak = 0
+    for _, change in sorted(_allocations(seen)):
+        total += change
+        peak = max(peak, total)
+    return peak
+
+
+def _allocations(seen: profile) -> list[tuple[float, int]]:
+    """(time, bytes) of every allocation, from the exported trace: the profiler's only public view of them."""
+    with tempfile.TemporaryDirectory() as folder, _native_silence():
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [(event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
+
+
+@contextmanager
+def _native_silence() -> Iterator[None]:
+    """The profiler's C++ side announces its start and stop on stderr, past Python and past its own log level."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
