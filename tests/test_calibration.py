@@ -155,8 +155,8 @@ def test_tokens_are_chosen_by_sample_not_by_batch() -> None:
     assert torch.equal(whole, parts)
     assert whole.shape == (56, 2)
     assert len(whole.unique(dim=0)) == 56
-    assert torch.equal(choose_tokens(x, 0, 0), x.reshape(-1, 2))
-    assert torch.equal(choose_tokens(x, 99, 0), x.reshape(-1, 2))
+    assert choose_tokens(x, 0, 0) is None
+    assert choose_tokens(x, 99, 0) is None
 
 
 def test_every_position_gets_its_turn() -> None:
@@ -167,8 +167,15 @@ def test_every_position_gets_its_turn() -> None:
 
 
 def test_a_number_of_tokens_per_sample() -> None:
-    stats = corp.calibrate(build("vit"), images(), settings=Settings(tokens=3))
-    assert stats.moments_of("blocks.0.mlp").all.n == 3 * 150
+    model, data = build("vit"), images()
+    some, whole = (corp.calibrate(model, data, settings=Settings(tokens=t)) for t in (3, "all"))
+    few, many = (stats.moments_of("blocks.0.mlp").all for stats in (some, whole))
+    assert (few.n, few.seen, many.n) == (3 * 150, 17 * 150, 17 * 150)
+    # Ranking and bias do not depend on which tokens were sampled.
+    torch.testing.assert_close(few.energy, many.energy)
+    torch.testing.assert_close(few.mean, many.mean)
+    plans = [corp.plan(model, stats, Recipe(mlp=0.5, compensate="mean")).sites for stats in (some, whole)]
+    assert [site.kept for site in plans[0]] == [site.kept for site in plans[1]]
     with pytest.raises(CorpError, match="tokens=0"):
         Settings(tokens=0)
 

@@ -21,6 +21,7 @@ def assert_two_pass(moments: Moments, x: torch.Tensor, rtol: float) -> None:
     cov = centred.T @ centred / len(x)
     torch.testing.assert_close(moments.mean, x.mean(0), rtol=rtol, atol=rtol * float(x.abs().max()))
     torch.testing.assert_close(moments.cov, cov, rtol=rtol, atol=rtol * float(cov.abs().max()))
+    torch.testing.assert_close(moments.energy, x.square().mean(0), rtol=max(rtol, 1e-7), atol=0)
     torch.testing.assert_close(moments.active_share, (x.abs() > ACTIVE_EPS).double().mean(0))
 
 

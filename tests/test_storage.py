@@ -49,7 +49,7 @@ def test_loading_gives_bit_identical_outputs(result: Result, saved: Path) -> Non
     assert torch.equal(loaded(x), result.model(x))
     assert not loaded.training
     assert {path.name for path in saved.iterdir()} == {
-        "model.safetensors", "plan.json", "corp.json", "report.json", "README.md"
+        "model.safetensors", "plan.json", "corp.json", "report.json", "report.html", "README.md"
     }  # fmt: skip
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,21 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp.atomic import file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.atomic import lock_folder, read_json, refuse_existing, write_text
 from corp.batches import Forward, describe, move, run, size_of
-from corp.errors import CorpError, DataError, StatisticsError, StorageError
+from corp.checkpoint import Checkpoint, prepare_folder, publish
+from corp.errors import CorpError, DataError, StatisticsError
 from corp.offload import PLACES, offloaded
 from corp.sites import AttentionSite, MLPSite, Site
 from corp.stats.collect import Collector
 from corp.stats.memory import HOLD_OUT_EVERY, free_bytes, human, passes
-from corp.stats.site_sums import Entry, read_sums
+from corp.stats.site_sums import Entry
 from corp.stats.statistics import Statistics, write_manifest, write_site
 from corp.workers import Workers
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
 ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 50_000, 20
 HOLD_OUT_AT = 4  # batches 4, 14, 24 … are not fitted on, but judged on
-CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 
 Progress = Callable[[int], None]
 
@@ -141,7 +139,7 @@ class Job:
 
         def prepare() -> None:
             refuse_existing(out, overwrite=False)
-            _prepare(partial, self._identity(), fresh=self.settings.fresh)
+            prepare_folder(partial, self._identity(), fresh=self.settings.fresh)
 
         self._on_first_worker(prepare)
         with lock_folder(partial, f"rank-{self.workers.rank}"):
@@ -152,7 +150,7 @@ class Job:
             if self.workers.rank == 0:
                 header = Statistics({}, samples, self.weights, self.inputs, self.origin)
                 write_manifest(partial, header, entries)
-        self._on_first_worker(lambda: _publish(partial, out))
+        self._on_first_worker(lambda: publish(partial, out))
         return Statistics.load(out)
 
     def _on_first_worker(self, action: Callable[[], None]) -> None:
@@ -173,7 +171,9 @@ class Job:
             if self.progress:
                 self.progress(int(raw["samples"]))
             return int(raw["samples"])
-        collector, samples = self._pass(group, Checkpoint(partial, number, self.workers, self.settings))
+        collector, samples = self._pass(
+            group, Checkpoint(partial, f"{number}-{self.workers.rank}", self.settings.checkpoint_seconds)
+        )
         mine: dict[str, Entry] = {}
         for name in list(collector.sums):
             sums = self.workers.add_up(collector.sums.pop(name))
@@ -259,53 +259,6 @@ class Job:
         }
 
 
-class Checkpoint:
-    """The sums so far, every so often, in the folder of a run; each worker has its own."""
-
-    def __init__(self, folder: Path, number: int, workers: Workers, settings: Settings) -> None:
-        self.path = folder / f"checkpoint-{number}-{workers.rank}"
-        self.seconds = settings.checkpoint_seconds
-        self.last = time.monotonic()
-
-    def maybe_write(self, collector: Collector, samples: int, next_batch: int) -> None:
-        if time.monotonic() - self.last >= self.seconds:
-            start = time.monotonic()
-            self.write(collector, samples, next_batch)
-            self.last = time.monotonic()
-            self.seconds = max(self.seconds, (self.last - start) / CHECKPOINT_SHARE)
-
-    def write(self, collector: Collector, samples: int, next_batch: int) -> None:
-        """Sums first, under a name of their own; then the small file that says which of them count."""
-        generation = f"{self.path.name}.{next_batch}"
-        folder = self.path.with_name(generation)
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            folder.mkdir()
-            entries = {name: write_site(folder, i, sums) for i, (name, sums) in enumerate(collector.sums.items())}
-        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError-like kind
-            shutil.rmtree(folder, ignore_errors=True)
-            raise StorageError(f"cannot write the checkpoint {folder}: {error}") from error
-        content = {"folder": generation, "samples": samples, "next": next_batch}
-        content["sites"] = {name: vars(entry) for name, entry in entries.items()}
-        write_text(self.path.with_suffix(".json"), json.dumps(content))
-        for old in self.path.parent.glob(f"{self.path.name}.*"):
-            if old.is_dir() and old.name != generation:
-                shutil.rmtree(old, ignore_errors=True)
-
-    def restore(self, collector: Collector, device: torch.device) -> tuple[int, int] | None:
-        """Put the last checkpoint's sums into the collector: (samples, next batch), or None where there is none."""
-        index = self.path.with_suffix(".json")
-        if not index.is_file():
-            return None
-        raw = read_json(index)
-        folder = self.path.with_name(raw["folder"])
-        for name, entry in raw["sites"].items():
-            sums = read_sums(file_in(folder, entry["file"]), Entry(**entry))
-            sums.to(device if device.type != "mps" else torch.device("cpu"))
-            collector.sums[name] = sums
-        return int(raw["samples"]), int(raw["next"])
-
-
 def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
     """(index, index of its first sample, batch) of the wanted batches.
 
@@ -333,36 +286,6 @@ def count_samples(batches: Iterable[Any]) -> int | None:
     if isinstance(dataset, Sized):
         return len(dataset)
     return None
-
-
-def _prepare(partial: Path, identity: dict[str, Any], *, fresh: bool) -> None:
-    """The folder of a run: a new one, or that of a killed run of the same command."""
-    record = partial / "run.json"
-    identity = json.loads(json.dumps(identity))
-    if fresh and partial.exists():
-        with lock_folder(partial, "rank-0"):
-            shutil.rmtree(partial)
-    if record.is_file():
-        before = read_json(record)
-        changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
-        if changed:
-            told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
-            raise StorageError(f"an unfinished calibration is there, of another command ({told}); --fresh starts over")
-        return
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write {partial}: {error.strerror or error}") from error
-    write_text(record, json.dumps(identity))
-
-
-def _publish(partial: Path, out: Path) -> None:
-    refuse_existing(out, overwrite=False)
-    for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass-*.json"), *partial.glob(".lock-*")):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    for record in ("run.json", "passes.json"):
-        (partial / record).unlink(missing_ok=True)
-    partial.rename(out)
 
 
 def _problem(action: Callable[[], None]) -> str | None:

@@ -162,7 +162,8 @@ def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], 
     keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
     intercept = uses_intercept(recipe, has_bias)
     moments = sums.all
-    scores = rank.mlp_scores(recipe.rank, moments.mean, moments.cov, moments.active_share, W)
+    variance = moments.cov.diagonal()
+    scores = rank.mlp_scores(recipe.rank, moments.energy, variance, moments.active_share, W)
     kept, pruned = rank.top(scores, keep)
     mean, cov = moments_for_fit(moments, intercept)
     fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)

@@ -18,11 +18,13 @@ from corp.atomic import file_in, new_folder, read_json
 from corp.errors import CorpError, StorageError
 from corp.plan import Plan
 from corp.report.card import model_card
+from corp.report.html import Run, page
 from corp.version import __version__
 
 FORMAT = "corp-model"
 FORMAT_VERSION = 1
 WEIGHTS, PLAN, MANIFEST, REPORT, CARD = "model.safetensors", "plan.json", "corp.json", "report.json", "README.md"
+PAGE = "report.html"
 
 
 def save(result: Result, path: str | Path, *, overwrite: bool = False) -> None:
@@ -48,6 +50,8 @@ def save(result: Result, path: str | Path, *, overwrite: bool = False) -> None:
         _write(folder / REPORT, result.report.to_dict())
         result.plan.save(folder / PLAN)
         (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
+        name = Path(path).resolve().name
+        (folder / PAGE).write_text(page([Run(name, manifest, result.report)]), encoding="utf-8")
 
 
 def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:

@@ -14,13 +14,16 @@ from corp import api
 from corp.atomic import new_folder, refuse_existing
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.report import DEMO_LABELS, demo_study
 from corp.demo import digits
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
+from corp.report.html import Run, page
+from corp.version import __version__
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
 COMPENSATIONS = ("none", "mean", "full")
-LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
+SHOWN = (0.5, "full")  # the one whose layers the page shows
 
 
 @command
@@ -35,13 +38,17 @@ def demo(
     dense = accuracy(model, data.test_images, data.test_labels)
     with progress("calibrating", len(data.calibration_images), "images") as advance:
         stats = api.calibrate(model, data.calibration_images.split(128), progress=advance)
-    rows = []
+    rows, runs = [], []
+    manifest = {"corp": __version__, "torch": torch.__version__, "command": "corp demo"}
     with progress("pruning", len(SPARSITIES) * len(COMPENSATIONS), "models") as advance:
         for sparsity in SPARSITIES:
             row: dict[str, Any] = {"sparsity": sparsity}
             for compensate in COMPENSATIONS:
                 recipe = Recipe(mlp=sparsity, attn=sparsity, compensate=compensate)
-                pruned = api.apply(model, stats, api.plan(model, stats, recipe)).model
+                result = api.apply(model, stats, api.plan(model, stats, recipe))
+                pruned = result.model
+                if (sparsity, compensate) == SHOWN:
+                    runs.append(Run("digits-vit", manifest, result.report))
                 row[compensate] = accuracy(pruned, data.test_images, data.test_labels)
                 advance(1)
             row["params"] = count_params(pruned) / count_params(model)
@@ -50,12 +57,14 @@ def demo(
     content = {"model": "digits-vit", "images": len(data.test_images), "dense": dense, "rows": rows}
     with new_folder(out, overwrite=overwrite) as folder:
         (folder / "demo.json").write_text(jsonlib.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (folder / "report.html").write_text(page(runs, [demo_study(content)]), encoding="utf-8")
         pictured = _picture(content, folder / "demo.png")
     if json:
         show_json(content)
         return
     _show(content)
     note(f"numbers and picture in {out}" if pictured else f"numbers in {out}; for a picture: pip install matplotlib")
+    note(f"the whole story: open {out / 'report.html'} in a browser")
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -80,7 +89,7 @@ def _picture(content: dict[str, Any], path: Path) -> bool:
         return False
     curves = {
         label: [(0.0, content["dense"]), *((row["sparsity"], row[key]) for row in content["rows"])]
-        for key, label in LABELS.items()
+        for key, label in DEMO_LABELS.items()
     }
     accuracy_curve(curves, path, title="A small ViT on handwritten digits, pruned without training")
     return True

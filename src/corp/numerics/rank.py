@@ -6,37 +6,27 @@ import torch
 from torch import Tensor
 
 
-def activation_energy(mean: Tensor, cov: Tensor) -> Tensor:
-    """E[x_i^2] from the mean (D,) and the covariance (D, D)."""
-    return cov.diagonal() + mean.square()
-
-
 def weight_magnitude(W: Tensor) -> Tensor:
     """||W_:,i||_2 of every column of W (o, D)."""
     return W.square().sum(0).sqrt()
 
 
-def combined(mean: Tensor, cov: Tensor, W: Tensor) -> Tensor:
-    """E[x_i^2] * ||W_:,i||_2, the paper's default."""
-    return activation_energy(mean, cov) * weight_magnitude(W)
-
-
-def mlp_scores(rank: str, mean: Tensor, cov: Tensor, active: Tensor, W: Tensor) -> Tensor:
-    """(D,) importance of the hidden channels; `active` (D,) is P(|x_i| > eps)."""
-    if rank == "combined":
-        return combined(mean, cov, W)
+def mlp_scores(rank: str, energy: Tensor, variance: Tensor, active: Tensor, W: Tensor) -> Tensor:
+    """(D,) importance of the hidden channels, from E[x_i^2], Var x_i and P(|x_i| > eps), each (D,), and W (o, D)."""
+    if rank == "combined":  # the paper's default
+        return energy * weight_magnitude(W)
     if rank == "activation":
-        return activation_energy(mean, cov)
+        return energy
     if rank == "magnitude":
         return weight_magnitude(W)
     if rank == "active":
         return active
     if rank == "wanda":
-        return activation_energy(mean, cov).clamp(min=0).sqrt() * weight_magnitude(W)
+        return energy.sqrt() * weight_magnitude(W)
     if rank == "variance":
-        return cov.diagonal()
+        return variance
     if rank == "fluctuation":
-        return cov.diagonal() * weight_magnitude(W).square()
+        return variance * weight_magnitude(W).square()
     raise ValueError(f"no ranking is called {rank!r}")
 
 

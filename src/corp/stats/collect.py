@@ -79,7 +79,7 @@ class Collector:
 
         def see(x: Tensor) -> None:
             moments = self._current(name, Moments)
-            moments.update(choose_tokens(x, tokens, self.cursor.sample))
+            moments.update(x.reshape(-1, x.shape[-1]), choose_tokens(x, tokens, self.cursor.sample))
             _require_finite(moments, name)
 
         return _before(model, linear, see)
@@ -111,13 +111,13 @@ class Collector:
         return [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
 
 
-def choose_tokens(x: Tensor, tokens: int, first_sample: int) -> Tensor:
-    """(B, n, D) -> (m, D): `tokens` of every sample's, spread evenly, shifted from sample to sample; 0 takes all.
+def choose_tokens(x: Tensor, tokens: int, first_sample: int) -> Tensor | None:
+    """(B, n, D) -> (m, D): `tokens` of every sample's, spread evenly, shifted from sample to sample; None means all.
 
     Which ones depends on the sample's index alone, not on how samples are batched or shared out to workers.
     """
     if x.dim() != 3 or tokens == 0 or tokens >= x.shape[1]:
-        return x.reshape(-1, x.shape[-1])
+        return None
     B, n, D = x.shape
     offset = torch.arange(first_sample, first_sample + B, dtype=torch.float64)[:, None] * GOLDEN % 1  # (B, 1)
     position = (torch.arange(tokens, dtype=torch.float64) + offset) * (n / tokens)  # (B, m), in [0, n)

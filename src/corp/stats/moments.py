@@ -14,22 +14,27 @@ CHUNK = 4096  # tokens centred at a time: bounds the copy, and what is just writ
 
 
 class Moments:
-    """Sums over tokens about a fixed shift: n, sum y, sum y y^T with y = x - shift, and how often |x| > eps.
+    """Sums over tokens about a fixed shift, y = x - shift.
 
+    Over all tokens: how many, sum y, sum y^2 (cheap; they rank channels and give the bias). Over all or a sample of
+    them: n, sum y, sum y y^T and how often |x| > eps (the fit needs no more than enough of them).
     Products are float32 (float64 for float64 models), sums float64. The shift is the first batch's mean
     unless one is set: without it a large mean would drown a small variance.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
+        self.seen = 0
         self.n = 0
         self.shift: Tensor | None = None  # (D,)
+        self.total_seen = torch.zeros(width, dtype=torch.float64)  # (D,)
+        self.square_seen = torch.zeros(width, dtype=torch.float64)  # (D,)
         self.total = torch.zeros(width, dtype=torch.float64)  # (D,)
         self.outer = torch.zeros(width, width, dtype=torch.float64)  # (D, D), upper triangle by blocks
         self.active = torch.zeros(width, dtype=torch.float64)  # (D,)
 
-    def update(self, x: Tensor) -> None:
-        """Add the tokens x (n, D)."""
+    def update(self, x: Tensor, sample: Tensor | None = None) -> None:
+        """Add the tokens x (N, D), the products of `sample` (n, D) only, if given."""
         if len(x) == 0:
             return
         x = x if x.dtype == torch.float64 else x.float()
@@ -38,6 +43,14 @@ class Moments:
         if self.total.device != sum_device(x):
             self.to(sum_device(x))
         shift = self.shift.to(x)
+        for part in x.split(CHUNK):
+            y = part - shift  # (c, D)
+            self.total_seen += y.sum(0).to(self.total)
+            self.square_seen += y.square_().sum(0).to(self.total)
+        self.seen += len(x)
+        self._add_products(x if sample is None else sample.to(x.dtype), shift)
+
+    def _add_products(self, x: Tensor, shift: Tensor) -> None:
         product: list[Tensor] = []
         for part in x.split(CHUNK):
             y = part - shift  # (c, D)
@@ -50,16 +63,24 @@ class Moments:
 
     def to(self, device: torch.device) -> None:
         self.total, self.outer, self.active = (t.to(device) for t in (self.total, self.outer, self.active))
+        self.total_seen, self.square_seen = self.total_seen.to(device), self.square_seen.to(device)
         self.shift = None if self.shift is None else self.shift.to(device)
 
     @property
     def finite(self) -> bool:
-        return bool(torch.isfinite(self.total).all() and torch.isfinite(self.outer.diagonal()).all())
+        return bool(torch.isfinite(self.total_seen).all() and torch.isfinite(self.square_seen).all())
 
     @property
     def mean(self) -> Tensor:
-        """E[x] (D,)."""
-        return self._shift() + self.total / self.n
+        """E[x] (D,), over all tokens."""
+        return self._shift() + self.total_seen / self.seen
+
+    @property
+    def energy(self) -> Tensor:
+        """E[x^2] (D,), over all tokens."""
+        delta = self.total_seen / self._count()
+        spread = self.square_seen / self.seen - delta.square()
+        return spread.clamp(min=0) + self.mean.square()
 
     @property
     def cov(self) -> Tensor:
@@ -79,8 +100,10 @@ class Moments:
         if self.n == 0 or other.n == 0:
             return other if self.n == 0 else self
         both = Moments(self.width)
-        both.shift, both.n = self._shift(), self.n + other.n
+        both.shift, both.n, both.seen = self._shift(), self.n + other.n, self.seen + other.seen
         rebased = other._rebased(both.shift)
+        both.total_seen = self.total_seen + rebased.total_seen
+        both.square_seen = self.square_seen + rebased.square_seen
         both.total = self.total + rebased.total
         both.outer = self.outer + rebased.outer
         both.active = self.active + other.active
@@ -89,13 +112,21 @@ class Moments:
     def state(self) -> dict[str, Tensor]:
         """All of it as tensors, for a file."""
         shift = torch.zeros(0, dtype=torch.float64) if self.shift is None else self.shift
-        counts = torch.tensor([self.n], dtype=torch.int64)
-        return {"n": counts, "shift": shift, "total": self.total, "outer": pack(self.outer), "active": self.active}
+        return {
+            "counts": torch.tensor([self.n, self.seen], dtype=torch.int64),
+            "shift": shift,
+            "total_seen": self.total_seen,
+            "square_seen": self.square_seen,
+            "total": self.total,
+            "outer": pack(self.outer),
+            "active": self.active,
+        }
 
     @classmethod
     def from_state(cls, width: int, state: dict[str, Tensor]) -> Moments:
         moments = cls(width)
-        moments.n = int(state["n"])
+        moments.n, moments.seen = (int(count) for count in state["counts"])
+        moments.total_seen, moments.square_seen = state["total_seen"], state["square_seen"]
         moments.shift = state["shift"] if len(state["shift"]) else None
         moments.total, moments.active = state["total"], state["active"]
         moments.outer = unpack(state["outer"], width)
@@ -105,8 +136,10 @@ class Moments:
     def shapes(width: int) -> dict[str, tuple[int, ...]]:
         """What `state` holds once tokens were seen: checked before a stranger's file is read."""
         return {
-            "n": (1,),
+            "counts": (2,),
             "shift": (width,),
+            "total_seen": (width,),
+            "square_seen": (width,),
             "total": (width,),
             "outer": (width * (width + 1) // 2,),
             "active": (width,),
@@ -118,7 +151,9 @@ class Moments:
         if not bool(e.any()):
             return self
         moved = Moments(self.width)
-        moved.n, moved.shift, moved.active = self.n, shift, self.active
+        moved.n, moved.seen, moved.shift, moved.active = self.n, self.seen, shift, self.active
+        moved.total_seen = self.total_seen + self.seen * e
+        moved.square_seen = self.square_seen + 2 * e * self.total_seen + self.seen * e.square()
         moved.total = self.total + self.n * e
         cross = torch.outer(self.total, e)
         moved.outer = self.outer + cross + cross.mT + self.n * torch.outer(e, e)

@@ -1,0 +1,97 @@
+"""The folder of a run under way: what it is a run of, and its sums so far, so that a kill loses little."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corp.atomic import file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.errors import StorageError
+from corp.stats.collect import Collector
+from corp.stats.site_sums import Entry, read_sums
+from corp.stats.statistics import write_site
+
+CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
+
+
+class Checkpoint:
+    """The sums so far, every so often, in the folder of a run; each worker has its own."""
+
+    def __init__(self, folder: Path, name: str, seconds: float) -> None:
+        self.path = folder / f"checkpoint-{name}"
+        self.seconds = seconds
+        self.last = time.monotonic()
+
+    def maybe_write(self, collector: Collector, samples: int, next_batch: int) -> None:
+        if time.monotonic() - self.last >= self.seconds:
+            start = time.monotonic()
+            self.write(collector, samples, next_batch)
+            self.last = time.monotonic()
+            self.seconds = max(self.seconds, (self.last - start) / CHECKPOINT_SHARE)
+
+    def write(self, collector: Collector, samples: int, next_batch: int) -> None:
+        """Sums first, under a name of their own; then the small file that says which of them count."""
+        generation = f"{self.path.name}.{next_batch}"
+        folder = self.path.with_name(generation)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir()
+            entries = {name: write_site(folder, i, sums) for i, (name, sums) in enumerate(collector.sums.items())}
+        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError-like kind
+            shutil.rmtree(folder, ignore_errors=True)
+            raise StorageError(f"cannot write the checkpoint {folder}: {error}") from error
+        content = {"folder": generation, "samples": samples, "next": next_batch}
+        content["sites"] = {name: vars(entry) for name, entry in entries.items()}
+        write_text(self.path.with_suffix(".json"), json.dumps(content))
+        for old in self.path.parent.glob(f"{self.path.name}.*"):
+            if old.is_dir() and old.name != generation:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self, collector: Collector, device: torch.device) -> tuple[int, int] | None:
+        """Put the last checkpoint's sums into the collector: (samples, next batch), or None where there is none."""
+        index = self.path.with_suffix(".json")
+        if not index.is_file():
+            return None
+        raw = read_json(index)
+        folder = self.path.with_name(raw["folder"])
+        for name, entry in raw["sites"].items():
+            sums = read_sums(file_in(folder, entry["file"]), Entry(**entry))
+            sums.to(device if device.type != "mps" else torch.device("cpu"))
+            collector.sums[name] = sums
+        return int(raw["samples"]), int(raw["next"])
+
+
+def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> None:
+    """The folder of a run: a new one, or that of a killed run of the same command."""
+    record = partial / "run.json"
+    identity = json.loads(json.dumps(identity))
+    if fresh and partial.exists():
+        with lock_folder(partial, "rank-0"):
+            shutil.rmtree(partial)
+    if record.is_file():
+        before = read_json(record)
+        changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
+        if changed:
+            told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
+            raise StorageError(f"an unfinished calibration is there, of another command ({told}); --fresh starts over")
+        return
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot write {partial}: {error.strerror or error}") from error
+    write_text(record, json.dumps(identity))
+
+
+def publish(partial: Path, out: Path) -> None:
+    """The finished run, less its scaffolding, under its own name."""
+    refuse_existing(out, overwrite=False)
+    for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass-*.json"), *partial.glob(".lock-*")):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    for record in ("run.json", "passes.json"):
+        (partial / record).unlink(missing_ok=True)
+    partial.rename(out)

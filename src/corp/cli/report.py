@@ -1,0 +1,154 @@
+"""corp report: one page about one or more runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from corp.atomic import file_in, read_json, write_text
+from corp.cli import options as o
+from corp.cli.console import command, note, show_json
+from corp.errors import StorageError
+from corp.plan import Plan
+from corp.report.elements import Cell
+from corp.report.html import Chart, Run, Study, page
+from corp.report.svg import Series
+from corp.report.tables import Report
+from corp.storage import MANIFEST, PLAN, REPORT, read_manifest
+
+DEMO = "demo.json"
+DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
+WANTED = "a folder of corp prune or corp.save, a file of corp sweep --json, or a folder of corp demo"
+METRICS = {
+    "agreement": ("Same answer as the dense model", "top-1 agreement"),
+    "kl": ("Distance from the dense model", "KL divergence, nats"),
+    "mlp error": ("Predicted error, MLP", "average over sites"),
+    "attn error": ("Predicted error, Attention", "average over sites"),
+}
+
+
+@command
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders that corp saved; also JSON of corp sweep, and corp demo.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    overwrite: o.Overwrite = False,
+    json: o.Json = False,
+) -> None:
+    """Write one self-contained HTML page about RUNS: what was removed, what it cost, how to make it again."""
+    if out.is_dir() or (out.exists() and not overwrite):
+        problem = "is a folder; name a file" if out.is_dir() else "exists; choose another output, or pass --overwrite"
+        raise StorageError(f"{out} {problem}")
+    parts = [read_part(path) for path in runs]
+    read = [part for part in parts if isinstance(part, Run)]
+    write_text(out, page(read, [part for part in parts if isinstance(part, Study)]))
+    if json:
+        show_json({"output": str(out), "runs": [run.name for run in read], "curves": len(parts) - len(read)})
+    else:
+        note(f"{len(read)} run(s) and {len(parts) - len(read)} set(s) of curves in {out}")
+
+
+def read_part(path: Path) -> Run | Study:
+    """A run, a sweep or the demo: whichever the path holds."""
+    if path.is_dir() and not (path / MANIFEST).exists() and (path / DEMO).is_file():
+        path = path / DEMO
+    if path.is_dir():
+        return read_run(path)
+    content = read_json(path)
+    if isinstance(content, list):
+        return sweep_study(path.name, content)
+    if isinstance(content, dict) and "rows" in content and "dense" in content:
+        return demo_study(content)
+    raise StorageError(f"{path} is neither a sweep nor a demo; give {WANTED}")
+
+
+def read_run(folder: Path) -> Run:
+    if not (folder / MANIFEST).is_file():
+        raise StorageError(f"{folder} is not a run: it has no {MANIFEST}; give {WANTED}")
+    manifest = read_manifest(folder)
+    plan = Plan.load(file_in(folder, PLAN))
+    counts = read_json(file_in(folder, REPORT))
+    if not isinstance(counts, dict) or (params := _pair(counts.get("params"))) is None:
+        raise StorageError(f"{folder / REPORT} does not count the parameters before and after; save the run again")
+    return Run(folder.resolve().name, manifest, Report(plan, params, _pair(counts.get("macs"))))
+
+
+def _pair(raw: object) -> tuple[int, int] | None:
+    before, after = (raw.get("before"), raw.get("after")) if isinstance(raw, dict) else (None, None)
+    if type(before) is int and type(after) is int and min(before, after) >= 0 and max(before, after) < 2**63:
+        return before, after
+    return None
+
+
+def sweep_study(name: str, rows: Sequence[Any]) -> Study:
+    """The rows of corp sweep: one line per combination of what is not the sparsity."""
+    if not rows or not all(isinstance(row, dict) and {"mlp", "attn"} <= row.keys() for row in rows):
+        raise StorageError(f"{name} is not a list of corp sweep's rows; give {WANTED}")
+    charts = [
+        Chart(title, y, series, _decimals if metric == "kl" else _percents)
+        for metric, (title, y) in METRICS.items()
+        if (series := list(_lines(rows, metric)))
+    ]
+    columns = list(dict.fromkeys(str(key) for row in rows for key in row))
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    return Study(f"Sweep: {name}", f"{len(rows)} recipes from one calibration.", charts, columns, cells)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[Series]:
+    found: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        mlp, attn, y = _number(row["mlp"]), _number(row["attn"]), _number(row.get(metric))
+        if mlp is not None and attn is not None and y is not None:
+            kinds = "both" if mlp and attn else "MLP" if mlp else "attention"
+            found.setdefault((kinds, *_settings(row)), []).append((max(mlp, attn), y))
+    varies = [len(set(parts)) > 1 for parts in zip(*found, strict=True)]
+    for key, points in found.items():
+        label = ", ".join(part for part, differs in zip(key, varies, strict=True) if differs)
+        yield Series(label or ", ".join(key), sorted(points))
+
+
+def _settings(row: Mapping[str, Any]) -> tuple[str, str]:
+    return f"ranking {row.get('rank', '?')}", f"compensation {row.get('compensate', '?')}"
+
+
+def demo_study(content: Mapping[str, Any]) -> Study:
+    """The content of demo.json: accuracy with the three ways of compensating."""
+    rows, dense = content.get("rows"), _number(content.get("dense"))
+    if not isinstance(rows, list) or dense is None or not all(isinstance(row, dict) for row in rows):
+        raise StorageError("the demo's numbers are not complete: 'dense' and 'rows' are needed; run corp demo again")
+    series = []
+    for key, label in DEMO_LABELS.items():
+        points = [(_number(row.get("sparsity")), _number(row.get(key))) for row in rows]
+        series.append(Series(label, [(0.0, dense), *((x, y) for x, y in points if x is not None and y is not None)]))
+    chart = Chart("Accuracy without any training after pruning", "top-1 accuracy", series, _percents)
+    columns = ("sparsity", "params", "macs", *DEMO_LABELS)
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    counted = f"{content.get('model')}: accuracy on {content.get('images')} unseen images; dense {dense:.1%}."
+    return Study("Accuracy against sparsity", counted, [chart], columns, cells)
+
+
+def _number(value: object) -> float | None:
+    """A number that can be drawn, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
+        return None
+    return float(value)
+
+
+def _cell(value: object) -> Cell:
+    number = _number(value)
+    if number is None:
+        return (None, "–") if value is None else str(value)
+    return number, f"{number:.4f}" if isinstance(value, float) else str(value)
+
+
+def _percents(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.1 or value == 0 else f"{value:.1%}"
+
+
+def _decimals(value: float) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,85 @@
+"""The lines that make a pruned model again, from its recipe and the base model's name."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from corp.plan import Plan
+from corp.recipe import Recipe
+from corp.report.elements import code, note
+
+INTERCEPTS = {True: "yes", False: "no"}
+
+
+def remake(name: str, manifest: Mapping[str, Any], identity: Mapping[str, Any] | None, plan: Plan) -> list[str]:
+    """As HTML: the command where it is on record; else what the recipe and the base model's name say."""
+    command, earlier = manifest.get("command"), manifest.get("earlier_plans")
+    if isinstance(command, str) and command:
+        return ["<p>The command that made it:</p>", code(command)]
+    parts = ["<p>In Python:</p>", code(python_lines(name, identity, plan))]
+    if identity is not None and not identity.get("args"):
+        parts += ["<p>On the command line, with the folder of images in place of IMAGES:</p>"]
+        parts += [code(command_line(name, identity, plan))]
+    if isinstance(earlier, list) and earlier:
+        parts.append(note(f"The model had been pruned {len(earlier)} time(s) before; start from that one."))
+    if plan.weights:
+        parts.append(note(f"The weights to start from have the fingerprint {plan.weights}."))
+    return parts
+
+
+def python_lines(name: str, identity: Mapping[str, Any] | None, plan: Plan) -> str:
+    """The three-line program; `identity` is how timm builds the dense model, None for one of the user's own."""
+    fields = ", ".join(f"{key}={value!r}" for key, value in changed(plan.recipe).items())
+    return "\n".join(
+        [
+            "import corp" if identity is None else "import corp, timm",
+            "",
+            f"model = {_creation(identity)}",
+            f"result = corp.prune(model, batches, corp.Recipe({fields}))  # batches: {plan.samples} samples",
+            f"corp.save(result, {name!r})",
+        ]
+    )
+
+
+def _creation(identity: Mapping[str, Any] | None) -> str:
+    if identity is None:
+        return "...  # the dense model, in eval mode"
+    given = identity.get("args")
+    args = f", **{given!r}" if isinstance(given, dict) and given else ""
+    return f"timm.create_model({_full_name(identity)!r}, pretrained=True{args}).eval()"
+
+
+def command_line(name: str, identity: Mapping[str, Any], plan: Plan) -> str:
+    """`corp prune` with the options that differ from their defaults."""
+    words = ["corp", "prune", _full_name(identity), "--calib", "IMAGES", "--samples", str(plan.samples)]
+    for key, value in changed(plan.recipe).items():
+        for text in _option_values(key, value):
+            words += [f"--{'override' if key == 'overrides' else key.replace('_', '-')}", text]
+    return shlex.join([*words, "-o", name])
+
+
+def _option_values(key: str, value: Any) -> list[str]:
+    if key == "skip":
+        return list(value)
+    if key == "overrides":
+        return [f"{glob}:{_pairs(changes)}" for glob, changes in value.items()]
+    if isinstance(value, Mapping):
+        return [_pairs(value)]
+    return [INTERCEPTS[value] if isinstance(value, bool) else str(value)]
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in values.items())
+
+
+def changed(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that differ from their defaults."""
+    default = Recipe().to_dict()
+    return {key: value for key, value in recipe.to_dict().items() if value != default[key]}
+
+
+def _full_name(identity: Mapping[str, Any]) -> str:
+    tag = identity.get("tag")
+    return f"{identity.get('architecture')}.{tag}" if tag else str(identity.get("architecture"))
