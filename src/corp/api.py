@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Result:
     model: nn.Module
     plan: Plan
     report: Report
+    origin: dict[str, Any] = field(default_factory=dict)  # of the calibration: model, data, preprocessing, versions
 
 
 def calibrate(
@@ -107,7 +108,8 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
         with _at_site(site):
             _apply_site(smaller, site, stats, site_plan, plan.recipe)
     set_history(smaller, (*history(model), plan))
-    return Result(smaller, plan, Report(plan, **_before_after(model, smaller, stats.inputs)))
+    report = Report(plan, **_before_after(model, smaller, stats.inputs))
+    return Result(smaller, plan, report, stats.origin)
 
 
 def prune(

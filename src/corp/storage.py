@@ -27,11 +27,12 @@ WEIGHTS, PLAN, MANIFEST, REPORT, CARD = "model.safetensors", "plan.json", "corp.
 PAGE = "report.html"
 
 
-def save(result: Result, path: str | Path, *, overwrite: bool = False) -> None:
+def save(result: Result, path: str | Path, *, overwrite: bool = False, command: str | None = None) -> None:
     """Write the pruned model into the folder `path`: weights, plan, recipe, base model, report and a model card.
 
     The folder appears whole or not at all. A model that cannot be rebuilt from its name (a class of the
     user's own, unusual arguments) is saved too; loading it then takes the dense model: load(path, base=...).
+    `command` is put on record as what made it.
     """
     if not isinstance(result, Result):
         raise StorageError(f"corp.save takes the Result of prune or apply, not {type(result).__name__}")
@@ -42,6 +43,8 @@ def save(result: Result, path: str | Path, *, overwrite: bool = False) -> None:
         "torch": torch.__version__,
         "base": _base(result),
         "recipe": result.plan.recipe.to_dict(),
+        "calibration": result.origin,
+        "command": command,
         "earlier_plans": [plan.to_dict() for plan in history(result.model)[:-1]],
     }
     with new_folder(Path(path), overwrite=overwrite) as folder:

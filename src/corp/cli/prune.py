@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +54,7 @@ def prune(
     with progress("planning", None, "sites") as advance:
         plan = api.plan(dense, statistics, recipe, progress=advance)
     result = api.apply(dense, statistics, plan)
-    storage.save(result, out, overwrite=overwrite)
+    storage.save(result, out, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]]))
     if json:
         show_json({"output": str(out), **result.report.to_dict()})
     else:
