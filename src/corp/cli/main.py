@@ -9,12 +9,16 @@ from typing import Annotated
 
 import typer
 
+from corp.cli.analyze import analyze
+from corp.cli.bench import bench
 from corp.cli.calibrate import calibrate
 from corp.cli.demo import demo
+from corp.cli.eval import evaluate
 from corp.cli.inspect import inspect
 from corp.cli.merge import merge
 from corp.cli.plan import plan
 from corp.cli.prune import prune
+from corp.cli.report import report
 from corp.cli.sweep import sweep
 from corp.version import __version__
 
@@ -30,7 +34,11 @@ app.command()(plan)
 app.command()(calibrate)
 app.command()(merge)
 app.command()(sweep)
+app.command("eval")(evaluate)
+app.command()(analyze)
+app.command()(bench)
 app.command()(inspect)
+app.command()(report)
 app.command()(demo)
 
 

@@ -78,7 +78,8 @@ class Moments:
     @property
     def energy(self) -> Tensor:
         """E[x^2] (D,), over all tokens."""
-        delta = self.total_seen / self._count()
+        self._shift()
+        delta = self.total_seen / self.seen
         spread = self.square_seen / self.seen - delta.square()
         return spread.clamp(min=0) + self.mean.square()
 
