@@ -203,7 +203,19 @@ def test_folders_without_images_and_damaged_images(weights: Path, tmp_path: Path
 
 def test_version_and_help() -> None:
     assert corp.__version__ in run("--version").output
-    for name in ("prune", "plan", "calibrate", "merge", "sweep", "eval", "bench", "analyze", "report", "inspect", "demo"):
+    for name in (
+        "prune",
+        "plan",
+        "calibrate",
+        "merge",
+        "sweep",
+        "eval",
+        "bench",
+        "analyze",
+        "report",
+        "inspect",
+        "demo",
+    ):
         assert run(name, "--help").exit_code == 0
 
 

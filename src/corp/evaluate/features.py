@@ -1,0 +1,114 @@
+"""Representations against the dense model's: the final one and every block's, compared as they are computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FINAL = "final"
+BLOCK = re.compile(r"(^|\.)blocks\.\d+$")
+Sink = Callable[[str, Tensor], None]
+
+
+@dataclass
+class Likeness:
+    """Sums over tokens, the last dimension being channels."""
+
+    tokens: int = 0
+    cosines: float = 0.0
+    error: float = 0.0
+    energy: float = 0.0
+
+    @property
+    def cosine(self) -> float:
+        """Mean over tokens of the cosine between the model's features and the dense model's."""
+        return self.cosines / max(1, self.tokens)
+
+    @property
+    def relative_error(self) -> float:
+        """Norm of the difference over the norm of the dense features, both over all tokens."""
+        return (self.error / self.energy) ** 0.5 if self.energy else float(self.error > 0)
+
+    def add(self, dense: Tensor, other: Tensor) -> None:
+        """Features (..., C) of the same tokens."""
+        a, b = _tokens(dense), _tokens(other)  # (N, C)
+        # (3, N): one value per token, summed in float64 on the host since not every device has it.
+        sums = torch.stack([torch.cosine_similarity(a, b, dim=1), (b - a).square().sum(1), a.square().sum(1)])
+        cosines, error, energy = sums.cpu().double().sum(1).tolist()
+        self.tokens += len(a)
+        self.cosines += cosines
+        self.error += error
+        self.energy += energy
+
+
+def _tokens(features: Tensor) -> Tensor:
+    return features.detach().flatten(0, -2).to(torch.promote_types(features.dtype, torch.float32))
+
+
+@dataclass
+class Features:
+    """How alike every part of a model is to the same part of the dense one."""
+
+    parts: dict[str, Likeness] = field(default_factory=dict)
+    unlike: dict[str, str] = field(default_factory=dict)  # part -> why it cannot be compared
+
+    def add(self, part: str, dense: Tensor | None, other: Tensor) -> None:
+        if dense is None:
+            self.unlike[part] = "the dense model has none"
+        elif dense.shape != other.shape:
+            self.unlike[part] = f"shape {tuple(other.shape[1:])}, dense {tuple(dense.shape[1:])}"
+        else:
+            self.parts.setdefault(part, Likeness()).add(dense, other)
+
+    def ordered(self) -> list[str]:
+        """Blocks in the order they ran, the final representation first."""
+        return sorted(self.parts, key=lambda part: part != FINAL)
+
+
+@contextmanager
+def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
+    """While inside, every block's output and that of forward_features go to `sink` during the model's own forward.
+
+    forward_features is recorded rather than called, so that nothing is computed twice and models whose forward does
+    without it simply have no final representation.
+    """
+    handles = [
+        module.register_forward_hook(_hook(name, sink)) for name, module in model.named_modules() if BLOCK.search(name)
+    ]
+    before, original = dict(vars(model)), getattr(model, "forward_features", None)
+    if callable(original):
+        vars(model)["forward_features"] = _recording(original, sink)
+    try:
+        yield
+    finally:
+        vars(model).pop("forward_features", None)
+        if "forward_features" in before:  # somebody's own, set on the instance
+            vars(model)["forward_features"] = before["forward_features"]
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(name: str, sink: Sink) -> Callable[[nn.Module, Any, Any], None]:
+    return lambda _module, _inputs, output: _offer(name, output, sink)
+
+
+def _recording(function: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        _offer(FINAL, output, sink)
+        return output
+
+    return recorded
+
+
+def _offer(name: str, output: Any, sink: Sink) -> None:
+    """Some blocks give (features, extras); what is not a tensor of tokens is nobody's representation."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor) and first.dim() >= 2:
+        sink(name, first)
