@@ -18,7 +18,7 @@ from torch import nn
 
 from corp import workers
 from corp.adapters.registry import find_sites
-from corp.batches import Forward, example, move
+from corp.batches import Forward, evaluating, example, move
 from corp.calibration import Job, Progress, Settings
 from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
 from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit, split
@@ -178,18 +178,6 @@ def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the model's first parameter."""
     first = next(model.parameters(), torch.empty(0))
     return first.device, first.dtype
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode it came in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def wanted_sites(sites: Sites, recipe: Recipe) -> list[Site]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,18 @@ def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         f"a batch is a tensor, a dict, or a tuple whose first element is one; got {type(batch).__name__}. "
         "For anything else pass forward=lambda model, batch: ..."
     )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode it came in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def inputs_of(batch: Any) -> Any:

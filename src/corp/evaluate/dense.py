@@ -8,9 +8,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from corp.batches import move
+from corp.batches import evaluating, move
 from corp.errors import DataError, ModelError
-from corp.evaluate.run import evaluating
 
 DELTA = 1.25  # depth within this factor of the truth counts as right
 IGNORE = 255  # pixels that nobody labelled, by the convention of PASCAL VOC and Cityscapes

@@ -6,15 +6,15 @@ model needs another Metric (perplexity from logits and next tokens), and nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from corp.batches import move, run, size_of
+from corp.batches import evaluating, move, run, size_of
 from corp.errors import DataError
 from corp.evaluate.features import Features, Sink, tapped
 
@@ -83,15 +83,3 @@ def _forward(model: nn.Module, batch: Any, sink: Sink | None) -> Any:
         return run(model, inputs)
     with tapped(model, sink):
         return run(model, inputs)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode it came in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
