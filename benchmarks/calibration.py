@@ -169,7 +169,7 @@ def tokens_needed(assets: Path) -> list[dict[str, Any]]:
 
     setup = Setup(assets, calibrate=False)
     rows = []
-    for per_image in (4, 8, 15, 30, 50, 100, 197):
+    for per_image in (8, 20, 50, 197):
         batches = ImageBatches(list_images([assets / "vision" / "calibration"]), setup.transform)
         stats = corp.calibrate(setup.model, batches, settings=Settings(tokens=per_image))
         plan = corp.plan(setup.model, stats, Recipe(mlp=0.5))
@@ -204,7 +204,7 @@ def main() -> None:
     text = "Marginal cost per image, relative to a plain forward pass:\n\n" + markdown_table(columns, rows)
     print(text, flush=True)
     found["growth"] = {
-        name: [in_own_process("growth", name, n, args.batch) for n in (64, 256)] for name in args.models.split(",")[:2]
+        name: [in_own_process("growth", name, n, args.batch) for n in (64, 192)] for name in args.models.split(",")[:2]
     }
     lines = [
         (name, str(r["samples"]), *(f"{r['seconds'][k]:.1f}" for k in ("calibrate", "plan", "apply")),

@@ -87,7 +87,7 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progr
     if not isinstance(recipe, Recipe):
         raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
     sites = find_sites(model)
-    _require_same_weights(model, stats.weights, "statistics")
+    _require_same_weights(model, {"statistics": stats.weights})
     planned = []
     for site in wanted_sites(sites, recipe):
         with _at_site(site):
@@ -101,8 +101,7 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progr
 def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
     sites = find_sites(model)
-    _require_same_weights(model, stats.weights, "statistics")
-    _require_same_weights(model, plan.weights, "plan")
+    _require_same_weights(model, {"statistics": stats.weights, "plan": plan.weights})
     smaller = copy.deepcopy(model)
     for site, site_plan in match(sites, plan):
         with _at_site(site):
@@ -278,11 +277,13 @@ def _warn(message: str) -> None:
     warnings.warn(message, CorpWarning, stacklevel=4)
 
 
-def _require_same_weights(model: nn.Module, weights: str, what: str) -> None:
-    if weights and weights != fingerprint(model):
-        raise StatisticsError(
-            f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
-        )
+def _require_same_weights(model: nn.Module, claims: dict[str, str]) -> None:
+    here = fingerprint(model)
+    for what, weights in claims.items():
+        if weights and weights != here:
+            raise StatisticsError(
+                f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
+            )
 
 
 @contextmanager
