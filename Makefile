@@ -26,6 +26,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.deit_tiny
 	$(BIN)/python -m benchmarks.calibration
+	$(BIN)/python -m benchmarks.tokens
+	$(BIN)/python -m benchmarks.peers
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

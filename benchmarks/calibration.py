@@ -1,8 +1,7 @@
 """What calibration costs, against a plain forward pass and against the paper's way (cache all activations, then loop).
 
 All three run on the same batches in one process, interleaved; medians and ratios are reported. Random weights: the
-cost does not depend on them. Also: plan and apply, peak memory, and how the fit depends on the number of tokens
-(that part needs CORP_ASSETS).
+cost does not depend on them. Also: plan and apply, and peak memory.
 
     python -m benchmarks.calibration [--models deit_tiny_patch16_224,...] [--rounds 5]
 """
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import corp
-from corp.calibration import Settings
+from corp.calibration import Settings, enough_tokens
 from corp.measure.cost import count_params
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, MLPSite
@@ -38,13 +36,6 @@ import timm
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "deit_base_patch16_224")
 TOTAL = 1000  # images of the run whose tokens "auto" is sized for
-
-
-def auto_tokens(width: int) -> int:
-    """What Settings(tokens="auto") takes of every image in a run of TOTAL images."""
-    from corp.calibration import ENOUGH_PER_CHANNEL, ENOUGH_TOKENS
-
-    return -(-max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) // TOTAL)
 
 
 class Naive:
@@ -90,8 +81,9 @@ def timings(name: str, batch: int, rounds: int) -> dict[str, Any]:
     model = timm.create_model(name).eval()
     x = torch.randn(batch, 3, 224, 224)
     sites = list(corp.find_sites(model))
-    enough = {site.name: auto_tokens(site.width) for site in sites}
-    collectors = {"all tokens": Collector(sites, {}), "auto": Collector(sites, enough)}
+    outs = {s.out: enough_tokens(s.out_width, TOTAL) for s in sites if isinstance(s, AttentionSite) and s.out}
+    enough = {s.name: enough_tokens(s.width, TOTAL) for s in sites if isinstance(s, MLPSite)}
+    collectors = {"all tokens": Collector(sites, outs), "auto": Collector(sites, {**outs, **enough})}
     naive = Naive(model)
 
     def forward(collector: Collector | None) -> None:
@@ -162,37 +154,11 @@ def in_own_process(function: str, *args: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def tokens_needed(assets: Path) -> list[dict[str, Any]]:
-    """DeiT-Tiny, 50 % of the MLPs: held-out error and top-1 against the number of tokens per channel."""
-    from benchmarks.deit_tiny import Setup, accuracy
-    from corp.data.images import ImageBatches, list_images
-
-    setup = Setup(assets, calibrate=False)
-    rows = []
-    for per_image in (8, 20, 50, 197):
-        batches = ImageBatches(list_images([assets / "vision" / "calibration"]), setup.transform)
-        stats = corp.calibrate(setup.model, batches, settings=Settings(tokens=per_image))
-        plan = corp.plan(setup.model, stats, Recipe(mlp=0.5))
-        costs = [site.costs[0] for site in plan.sites]
-        rows.append(
-            {
-                "tokens per image": per_image,
-                "tokens per channel": per_image * stats.samples / 768,
-                "unexplained, fitted data": statistics.mean(c.fit or 0.0 for c in costs),
-                "unexplained, held-out data": statistics.mean(c.held or 0.0 for c in costs),
-                "top-1 %": accuracy(corp.apply(setup.model, stats, plan).model, setup.images, setup.labels),
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--skip-tokens", action="store_true")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     found["models"] = {name: timings(name, args.batch, args.rounds) for name in args.models.split(",")}
@@ -214,11 +180,6 @@ def main() -> None:
     text += "\n\nWhole runs, all tokens:\n\n" + markdown_table(
         ("model", "images", "calibrate, s", "plan, s", "apply, s", "peak MiB above a forward pass"), lines
     )
-    assets = os.environ.get("CORP_ASSETS", "")
-    if assets and not args.skip_tokens:
-        found["tokens"] = tokens_needed(Path(assets))
-        cells = [[f"{value:.3g}" for value in row.values()] for row in found["tokens"]]
-        text += "\n\nDeiT-Tiny, MLP 50 %, 1,000 photographs:\n\n" + markdown_table(list(found["tokens"][0]), cells)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "calibration.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "calibration.md").write_text(text + "\n")

@@ -26,7 +26,7 @@ from corp.stats.statistics import Statistics, write_manifest, write_site
 from corp.workers import Workers
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
-ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 50_000, 20
+ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
 HOLD_OUT_AT = 4  # batches 4, 14, 24 … are not fitted on, but judged on
 
 Progress = Callable[[int], None]
@@ -80,15 +80,14 @@ class Job:
         self.inputs: Any = None
         self.tokens = {s.name: self._tokens_of(s.width) for s in self.sites if isinstance(s, MLPSite)}
         outs = {s.out: s.out_width for s in self.sites if isinstance(s, AttentionSite) and s.out is not None}
-        self.tokens |= {name: self._tokens_of(width) for name, width in outs.items()}
+        # Nothing of the paper rests on these: enough is enough, even where all tokens are asked for.
+        self.tokens |= {name: enough_tokens(width, self.total) for name, width in outs.items()}
 
     def _tokens_of(self, width: int) -> int:
         """Tokens per sample where `width` channels are modelled; 0 takes all."""
         if isinstance(self.settings.tokens, int):
             return self.settings.tokens
-        if self.settings.tokens == "all" or not self.total:
-            return 0
-        return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / self.total)
+        return 0 if self.settings.tokens == "all" else enough_tokens(width, self.total)
 
     def groups(self, record: Path | None = None) -> list[list[Site]]:
         """Sites per pass over the data, said aloud when it takes more than one.
@@ -257,6 +256,11 @@ class Job:
             "sites": [site.name for site in self.sites],
             **self.origin,
         }
+
+
+def enough_tokens(width: int, samples: int | None) -> int:
+    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0, all, if nobody knows."""
+    return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0
 
 
 def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:

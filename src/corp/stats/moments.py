@@ -11,6 +11,7 @@ from corp.numerics.linalg import pack, unpack
 ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper's "active probability" names no number)
 BLOCK = 256  # columns per block of the upper triangle: narrower products run slower than they save
 CHUNK = 4096  # tokens centred at a time: bounds the copy, and what is just written is still in cache when multiplied
+SMALL_CHUNK = 512  # tokens at a time where there is nothing but sums to form
 
 
 class Moments:
@@ -43,23 +44,27 @@ class Moments:
         if self.total.device != sum_device(x):
             self.to(sum_device(x))
         shift = self.shift.to(x)
-        for part in x.split(CHUNK):
-            y = part - shift  # (c, D)
-            self.total_seen += y.sum(0).to(self.total)
-            self.square_seen += y.square_().sum(0).to(self.total)
+        total, square = self._add_products(x if sample is None else sample.to(x.dtype), shift)
+        if sample is not None:
+            total, square = _sums(x, shift)
+        self.total_seen += total
+        self.square_seen += square
         self.seen += len(x)
-        self._add_products(x if sample is None else sample.to(x.dtype), shift)
 
-    def _add_products(self, x: Tensor, shift: Tensor) -> None:
+    def _add_products(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Add y y^T of these tokens; returns their sum y and sum y^2, which are then known anyway."""
         product: list[Tensor] = []
+        total = torch.zeros_like(self.total)
         for part in x.split(CHUNK):
             y = part - shift  # (c, D)
-            self.total += y.sum(0).to(self.total)
+            total += y.sum(0).to(total)
             self.active += part.abs().gt_(ACTIVE_EPS).sum(0).to(self.active)  # in place: no mask, no cast
             add_products(product, y)
-        self.n += len(x)
         for start, block in zip(range(0, self.width, BLOCK), product, strict=True):
             self.outer[start : start + BLOCK, start:] += block.to(self.outer.device)
+        self.n += len(x)
+        self.total += total
+        return total, torch.cat([block.diagonal() for block in product]).to(total)
 
     def to(self, device: torch.device) -> None:
         self.total, self.outer, self.active = (t.to(device) for t in (self.total, self.outer, self.active))
@@ -173,6 +178,16 @@ class Moments:
 def shift_of(x: Tensor) -> Tensor:
     """The per-channel mean of one batch of tokens (n, D), where sums live."""
     return x.float().mean(0).to(sum_device(x), torch.float64) if x.dtype != torch.float64 else x.mean(0)
+
+
+def _sums(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """sum y and sum y^2 (D,) of all tokens, in pieces that stay in cache."""
+    total, square = (torch.zeros(x.shape[1], dtype=torch.float64, device=sum_device(x)) for _ in range(2))
+    for part in x.split(SMALL_CHUNK):
+        y = part - shift
+        total += y.sum(0).to(total)
+        square += y.square_().sum(0).to(square)
+    return total, square
 
 
 def add_products(into: list[Tensor], y: Tensor) -> None:
