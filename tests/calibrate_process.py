@@ -22,8 +22,8 @@ torch.set_num_threads(1)
 class Data:
     """Batches, slowly if asked, failing on a given worker if asked."""
 
-    def __init__(self, batches: int, pause: float, fail: bool, wait_for: str) -> None:
-        self.parts, self.pause, self.fail = images(batches, 10), pause, fail
+    def __init__(self, batches: int, pause: float, fail: bool, wait_for: str, dtype: torch.dtype) -> None:
+        self.parts, self.pause, self.fail = images(batches, 10, dtype), pause, fail
         self.wait_for = wait_for
         self.samples = 10 * batches
 
@@ -42,11 +42,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--wait-for", default="")
     parser.add_argument("--fail-on", type=int, default=-1)
+    parser.add_argument("--single", action="store_true", help="float32 instead of float64")
     args = parser.parse_args()
+    dtype = torch.float32 if args.single else torch.float64
     with workers.launched() as group:
-        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on, wait_for=args.wait_for)
+        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on, wait_for=args.wait_for, dtype=dtype)
         try:
-            corp.calibrate(build("vit"), data, out=args.out, settings=Settings(checkpoint_seconds=0))
+            corp.calibrate(build("vit", dtype), data, out=args.out, settings=Settings(checkpoint_seconds=0))
         except CorpError as error:
             sys.exit(f"error: {error}")
 

@@ -318,9 +318,9 @@ def torchrun(count: int, *args: str) -> list[str]:
 
 @pytest.mark.parametrize(("batches", "workers"), [(12, 2), (3, 2), (1, 2)], ids=["even", "uneven", "empty shard"])
 def test_workers_add_up_to_the_single_process(batches: int, workers: int, tmp_path: Path) -> None:
-    alone = finished(run_calibration(tmp_path / "alone", "--batches", str(batches)))
+    alone = finished(run_calibration(tmp_path / "alone", "--single", "--batches", str(batches)))
     assert alone.returncode == 0, alone.stderr
-    together = finished(torchrun(workers, str(tmp_path / "together"), "--batches", str(batches)))
+    together = finished(torchrun(workers, str(tmp_path / "together"), "--single", "--batches", str(batches)))
     assert together.returncode == 0, together.stderr
     a, b = Statistics.load(tmp_path / "alone"), Statistics.load(tmp_path / "together")
     assert a.samples == b.samples == 10 * batches

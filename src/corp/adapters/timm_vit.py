@@ -56,14 +56,14 @@ def _in_a_block(name: str) -> bool:
     return (path or [name])[0] in ("blocks", "attn_pool") and "attn" not in path
 
 
-def _mlp(name: str, mlp: nn.Module) -> Finding:
+def _mlp(name: str, mlp: Any) -> Finding:
     split = type(mlp) is SwiGLU
     makers = ("fc1_g", "fc1_x") if split else ("fc1",)
     if problem := _not_plain_linear(mlp, *makers, "fc2"):
         return Refusal(name, "mlp", problem)
     if not isinstance(mlp.norm, nn.Identity):
         return Refusal(name, "mlp", "a norm between activation and second linear mixes all hidden channels")
-    width: int = mlp.fc2.in_features  # type: ignore[assignment,union-attr]
+    width: int = mlp.fc2.in_features
     starts = (0, width) if type(mlp) is GluMlp else (0,)  # packed: both halves of one fc1
     up = tuple(Rows(f"{name}.{maker}", start, start + width) for maker in makers for start in starts)
     return MLPSite(name, up=up, down=f"{name}.fc2")

@@ -79,6 +79,9 @@ class Collector:
 
         def see(x: Tensor) -> None:
             moments = self._current(name, Moments)
+            first = self.sums[name].fit
+            if moments.shift is None and isinstance(first, Moments) and first.shift is not None:
+                moments.shift = first.shift.clone()  # held-out sums about the fitted ones' shift, alone or with others
             moments.update(x.reshape(-1, x.shape[-1]), choose_tokens(x, tokens, self.cursor.sample))
             _require_finite(moments, name)
 
