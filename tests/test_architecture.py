@@ -12,14 +12,14 @@ import corp
 SOURCE = Path(corp.__file__).parent
 # Each part may import parts of a lower level, and its own.
 LEVELS = {
-    "errors": 0, "version": 0, "_torchvision": 0, "text": 0,
+    "errors": 0, "version": 0, "stages": 0, "_torchvision": 0, "text": 0,
     "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1,
     "stats": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
     "api": 6, "demo": 6,
-    "storage": 7,
+    "storage": 7, "sweeping": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
 

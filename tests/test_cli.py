@@ -112,7 +112,7 @@ def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path
         "sweep", *model, *common, "--sparsity", "0.8:0.9:0.1", "--kinds", "mlp,attn", "--data", photos, "--json"
     )
     assert swept.exit_code == 0, swept.output
-    rows = json.loads(swept.stdout)
+    rows = json.loads(swept.stdout)["rows"]
     assert [(row["mlp"], row["attn"]) for row in rows] == [(0.8, 0), (0.9, 0), (0, 0.8), (0, 0.9)]
     assert all(0 <= row["agreement"] <= 1 and row["kl"] >= 0 for row in rows)
 

@@ -249,7 +249,7 @@ def test_saving_writes_the_page_that_the_command_writes(saved: Path, tmp_path: P
 
 
 def test_runs_sweeps_and_demos_go_on_one_page(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
+    (tmp_path / "sweep.json").write_text(json.dumps({"format": "corp-sweep", "rows": SWEEP}))
     (tmp_path / "demo.json").write_text(json.dumps(DEMO))
     made = call(saved, tmp_path / "sweep.json", tmp_path, "-o", tmp_path / "page.html", "--json")
     assert made.exit_code == 0, made.output

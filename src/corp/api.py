@@ -28,6 +28,7 @@ from corp.plan import Plan, SitePlan, plan_attention, plan_mlp
 from corp.recipe import Recipe, kept_width
 from corp.report.tables import Report
 from corp.sites import AttentionSite, MLPSite, Site, Sites
+from corp.stages import stage
 from corp.stats import Statistics
 from corp.surgery.attention import shrink_attention
 from corp.surgery.linear import linear_at, shrink_mlp
@@ -104,7 +105,7 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     _require_same_weights(model, {"statistics": stats.weights, "plan": plan.weights})
     smaller = copy.deepcopy(model)
     for site, site_plan in match(sites, plan):
-        with _at_site(site):
+        with _at_site(site), stage("compensate"):
             _apply_site(smaller, site, stats, site_plan, plan.recipe)
     set_history(smaller, (*history(model), plan))
     report = Report(plan, **_before_after(model, smaller, stats.inputs))

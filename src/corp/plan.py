@@ -19,6 +19,7 @@ from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit
 from corp.numerics import affine, logit, rank
 from corp.recipe import KINDS, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite
+from corp.stages import stage
 from corp.stats import Grams, Moments, SiteSums
 from corp.text import text_table
 
@@ -162,9 +163,10 @@ def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], 
     keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
     intercept = uses_intercept(recipe, has_bias)
     moments = sums.all
-    variance = moments.cov.diagonal()
-    scores = rank.mlp_scores(recipe.rank, moments.energy, variance, moments.active_share, W)
-    kept, pruned = rank.top(scores, keep)
+    with stage("rank"):
+        variance = moments.cov.diagonal()
+        scores = rank.mlp_scores(recipe.rank, moments.energy, variance, moments.active_share, W)
+        kept, pruned = rank.top(scores, keep)
     mean, cov = moments_for_fit(moments, intercept)
     fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
     cost = affine.distortion(W, mean, cov, kept, pruned, fit)
@@ -198,8 +200,9 @@ def plan_attention(site: AttentionSite, sums: SiteSums[Grams], recipe: Recipe) -
     kept_groups, costs = [], []
     for h in range(site.heads):
         head = grams.head(h)
-        E = head.energy()
-        kept, pruned = rank.top(E.diagonal(), keep)
+        with stage("rank"):
+            E = head.energy()
+            kept, pruned = rank.top(E.diagonal(), keep)
         system = head_system(head, kept, pruned)
         M = fit_head(system, recipe.compensate, recipe.ridge)
         kept_groups.append(tuple(kept.tolist()))

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from corp.atomic import new_folder, refuse_existing
+from corp.atomic import refuse_existing
 from corp.cli.console import command, note
 from corp.errors import StatisticsError
-from corp.stats.site_sums import added
-from corp.stats.statistics import Statistics, merged_header, write_manifest, write_site
+from corp.stats import statistics
 
 
 @command
@@ -23,24 +22,5 @@ def merge(
     refuse_existing(out, overwrite=False)
     if len(parts) < 2:
         raise StatisticsError("merging takes at least two folders of statistics")
-    opened = [Statistics.load(part) for part in parts]
-    header = opened[0]
-    for other in opened[1:]:
-        if any(part in _sources(header) for part in _sources(other)):
-            raise StatisticsError("two of these statistics come from the same data; it would be counted twice")
-        header = Statistics(header.sums, **merged_header(header, other))
-    with new_folder(out) as folder:
-        entries = {}
-        for number, name in enumerate(header.sums):  # one site in memory at a time
-            sums = opened[0].sums[name]
-            for other in opened[1:]:
-                sums = added(sums, other.sums[name])
-            entries[name] = write_site(folder, number, sums)
-        write_manifest(folder, header, entries)
-    note(f"statistics of {header.samples} samples at {len(entries)} sites in {out}")
-
-
-def _sources(stats: Statistics) -> list[str]:
-    """Fingerprints of the data that went in."""
-    parts = stats.origin.get("parts", [stats.origin])
-    return [part["data fingerprint"] for part in parts if "data fingerprint" in part]
+    whole = statistics.merge(parts, out)
+    note(f"statistics of {whole.samples} samples at {len(whole.sums)} sites in {out}")

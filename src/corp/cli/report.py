@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,13 +16,16 @@ from corp.plan import Plan
 from corp.report.elements import Cell
 from corp.report.html import Chart, Run, Study, page
 from corp.report.svg import Series
+from corp.report.sweeps import lines, number
 from corp.report.tables import Report
 from corp.storage import MANIFEST, PLAN, REPORT, read_manifest
+from corp.sweeping import RESULT
 
 DEMO = "demo.json"
 DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
-WANTED = "a folder of corp prune or corp.save, a file of corp sweep --json, or a folder of corp demo"
+WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp sweep, or a folder of corp demo"
 METRICS = {
+    "top1": ("Accuracy against sparsity", "top-1 accuracy"),
     "agreement": ("Same answer as the dense model", "top-1 agreement"),
     "kl": ("Distance from the dense model", "KL divergence, nats"),
     "mlp error": ("Predicted error, MLP", "average over sites"),
@@ -34,7 +37,7 @@ METRICS = {
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders that corp saved; also JSON of corp sweep, and corp demo.", show_default=False),
+        typer.Argument(help="Folders of corp prune, corp sweep and corp demo.", show_default=False),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     overwrite: o.Overwrite = False,
@@ -55,13 +58,15 @@ def report(
 
 def read_part(path: Path) -> Run | Study:
     """A run, a sweep or the demo: whichever the path holds."""
-    if path.is_dir() and not (path / MANIFEST).exists() and (path / DEMO).is_file():
-        path = path / DEMO
+    name = path.name
+    for file in (DEMO, RESULT):
+        if path.is_dir() and not (path / MANIFEST).exists() and (path / file).is_file():
+            path = path / file
     if path.is_dir():
         return read_run(path)
     content = read_json(path)
-    if isinstance(content, list):
-        return sweep_study(path.name, content)
+    if isinstance(content, dict) and content.get("format") == "corp-sweep":
+        return sweep_study(name, content.get("rows"))
     if isinstance(content, dict) and "rows" in content and "dense" in content:
         return demo_study(content)
     raise StorageError(f"{path} is neither a sweep nor a demo; give {WANTED}")
@@ -85,45 +90,31 @@ def _pair(raw: object) -> tuple[int, int] | None:
     return None
 
 
-def sweep_study(name: str, rows: Sequence[Any]) -> Study:
+def sweep_study(name: str, rows: Any) -> Study:
     """The rows of corp sweep: one line per combination of what is not the sparsity."""
-    if not rows or not all(isinstance(row, dict) and {"mlp", "attn"} <= row.keys() for row in rows):
-        raise StorageError(f"{name} is not a list of corp sweep's rows; give {WANTED}")
+    known = isinstance(rows, list) and rows and all(isinstance(r, dict) and {"mlp", "attn"} <= r.keys() for r in rows)
+    if not known:
+        raise StorageError(f"{name} does not hold corp sweep's rows; give {WANTED}")
     charts = [
         Chart(title, y, series, _decimals if metric == "kl" else _percents)
         for metric, (title, y) in METRICS.items()
-        if (series := list(_lines(rows, metric)))
+        if (series := [Series(label, points) for label, points in lines(rows, metric).items()])
     ]
     columns = list(dict.fromkeys(str(key) for row in rows for key in row))
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    return Study(f"Sweep: {name}", f"{len(rows)} recipes from one calibration.", charts, columns, cells)
-
-
-def _lines(rows: Sequence[Mapping[str, Any]], metric: str) -> Iterator[Series]:
-    found: dict[tuple[str, ...], list[tuple[float, float]]] = {}
-    for row in rows:
-        mlp, attn, y = _number(row["mlp"]), _number(row["attn"]), _number(row.get(metric))
-        if mlp is not None and attn is not None and y is not None:
-            kinds = "both" if mlp and attn else "MLP" if mlp else "attention"
-            found.setdefault((kinds, *_settings(row)), []).append((max(mlp, attn), y))
-    varies = [len(set(parts)) > 1 for parts in zip(*found, strict=True)]
-    for key, points in found.items():
-        label = ", ".join(part for part, differs in zip(key, varies, strict=True) if differs)
-        yield Series(label or ", ".join(key), sorted(points))
-
-
-def _settings(row: Mapping[str, Any]) -> tuple[str, str]:
-    return f"ranking {row.get('rank', '?')}", f"compensation {row.get('compensate', '?')}"
+    sizes = sorted({row["samples"] for row in rows if isinstance(row.get("samples"), int)})
+    pass_ = f"one pass over the data ({', '.join(map(str, sizes))} samples)" if sizes else "one pass over the data"
+    return Study(f"Sweep: {name}", f"{len(rows)} recipes from {pass_}.", charts, columns, cells)
 
 
 def demo_study(content: Mapping[str, Any]) -> Study:
     """The content of demo.json: accuracy with the three ways of compensating."""
-    rows, dense = content.get("rows"), _number(content.get("dense"))
+    rows, dense = content.get("rows"), number(content.get("dense"))
     if not isinstance(rows, list) or dense is None or not all(isinstance(row, dict) for row in rows):
         raise StorageError("the demo's numbers are not complete: 'dense' and 'rows' are needed; run corp demo again")
     series = []
     for key, label in DEMO_LABELS.items():
-        points = [(_number(row.get("sparsity")), _number(row.get(key))) for row in rows]
+        points = [(number(row.get("sparsity")), number(row.get(key))) for row in rows]
         series.append(Series(label, [(0.0, dense), *((x, y) for x, y in points if x is not None and y is not None)]))
     chart = Chart("Accuracy without any training after pruning", "top-1 accuracy", series, _percents)
     columns = ("sparsity", "params", "macs", *DEMO_LABELS)
@@ -132,18 +123,11 @@ def demo_study(content: Mapping[str, Any]) -> Study:
     return Study("Accuracy against sparsity", counted, [chart], columns, cells)
 
 
-def _number(value: object) -> float | None:
-    """A number that can be drawn, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
-        return None
-    return float(value)
-
-
 def _cell(value: object) -> Cell:
-    number = _number(value)
-    if number is None:
+    known = number(value)
+    if known is None:
         return (None, "–") if value is None else str(value)
-    return number, f"{number:.4f}" if isinstance(value, float) else str(value)
+    return known, f"{known:.4f}" if isinstance(value, float) else str(value)
 
 
 def _percents(value: float) -> str:

@@ -1,80 +1,216 @@
-"""corp sweep: one calibration, many plans."""
+"""corp sweep: one calibration, many plans; curves, ablations and where the time goes."""
 
 from __future__ import annotations
 
+import csv
+import json as json_
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from torch import nn
 
-from corp import api
+from corp import sweeping
+from corp.api import fingerprint
 from corp.cli import options as o
-from corp.cli.console import command, progress, show_json, show_table
-from corp.errors import RecipeError
-from corp.evaluate.classify import compare
-from corp.recipe import KINDS, Recipe
+from corp.cli.console import command, note, progress, show_json, show_table
+from corp.errors import DataError, RecipeError
+from corp.evaluate.classify import Score
+from corp.evaluate.run import Contender, side_by_side
+from corp.recipe import Recipe
+from corp.report.sweeps import draw
 from corp.stats import Statistics
+from corp.sweeping import Grid, Row, Sweep
+from corp.version import __version__
+
+TABLE = "sweep.csv"
+SHOWN = ("samples", "mlp", "attn", "preset", "rank", "compensate", "params", "macs", "mlp error", "attn error")
+MEASURED = ("top1", "top5", "agreement", "kl")
 
 
 @command
 def sweep(
     model: o.ModelArg,
-    stats: Annotated[Path, typer.Option(help="Folder of statistics (corp calibrate).")],
+    calib: o.MaybeCalib = None,
+    stats: o.Stats = None,
     sparsity: Annotated[str, typer.Option(help="first:last:step, or a list: 0.3,0.5,0.7.")] = "0.1:0.7:0.1",
     kinds: Annotated[str, typer.Option(help="What to prune: mlp, attn, both; several with commas.")] = "both",
-    compensate: Annotated[str, typer.Option(help="full, mean, none; several with commas.")] = "full",
-    rank: Annotated[str, typer.Option(help="Rankings; several with commas.")] = "combined",
-    ridge: o.Ridge = 1e-3,
+    compensate: Annotated[str, typer.Option(help="full, mean, none; several with commas.")] = "",
+    rank: Annotated[str, typer.Option(help="Rankings; several with commas.")] = "",
+    preset: Annotated[str, typer.Option(help="paper, vbp, grail ...; several with commas.")] = "paper",
+    ridge: Annotated[str, typer.Option(help="Ridges; several with commas.")] = "1e-3",
+    calib_sizes: Annotated[
+        str, typer.Option(help="Calibrate on so many of --calib, e.g. 100,500,1000, all in one pass.")
+    ] = "",
     data: Annotated[list[Path] | None, typer.Option(help="Images to evaluate on, against the dense model.")] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="CSV of file,label; none: no labels. Default: sub-folders or synset ids.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for CSV, JSON, figures; a killed run goes on from it.")
+    ] = None,
     samples: o.Samples = 1000,
+    tokens: o.Tokens = "auto",
+    memory: o.Memory = None,
     weights: o.Weights = None,
     batch_size: o.BatchSize = 32,
     device: o.Device = "auto",
     dtype: o.Dtype = "float32",
     seed: o.Seed = 0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing a killed run.")] = False,
     json: o.Json = False,
 ) -> None:
-    """Apply many recipes to MODEL from one set of statistics; with --data, measure what each does to the outputs."""
-    recipes = _recipes(parse_range(sparsity), kinds.split(","), compensate.split(","), rank.split(","), ridge)
+    """Apply many recipes to MODEL from one calibration; with --data, measure what each does.
+
+    Accuracy where the images have labels, agreement with and KL divergence from the dense model in any case.
+    With -o the finished cases survive a kill, and a table (CSV), everything (JSON) and figures (PNG, SVG) are written.
+    """
+    if (stats is None) == (not calib):
+        raise DataError("give either --calib, a folder of images, or --stats of an earlier corp calibrate")
+    if calib_sizes and stats is not None:
+        raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
+    grid = Grid(
+        parse_range(sparsity),
+        kinds.split(","),
+        preset.split(","),
+        rank.split(","),
+        compensate.split(","),
+        _numbers(ridge, float, "--ridge"),
+    )
+    recipes = grid.recipes()
+    if out is not None:
+        import matplotlib as _  # noqa: F401  (missing: said before the work, not after it)
     dense = o.place(o.load_model(model, weights), device, dtype)
-    statistics = Statistics.load(stats)
-    batches = o.image_batches(dense, data, samples, seed, batch_size) if data else None
-    rows = []
-    with progress("sweeping", len(recipes), "recipes") as advance:
-        for recipe in recipes:
-            rows.append(_row(dense, statistics, recipe, batches))
-            advance(1)
+    evaluate = _evaluation(dense, data, labels, samples, seed, batch_size) if data else None
+    about = {
+        "model": model,
+        "weights": fingerprint(dense),
+        "calibration": str(stats) if stats else [str(folder) for folder in calib or []],
+        "evaluation": [str(folder) for folder in data or []],
+        "seed": seed,
+        "device": str(o.chosen_device(device)),
+        "dtype": dtype,
+        "corp": __version__,
+        "torch": torch.__version__,
+    }
+    asked = {"recipes": [recipe.to_dict() for recipe in recipes], "sizes": calib_sizes, "samples": samples}
+    with sweeping.working_folder(out, {**about, **asked}, fresh=fresh) as folder:
+        run = Sweep(dense, recipes, evaluate, folder)
+        calibration = _run(run, calib, stats, calib_sizes, samples, seed, batch_size, o.make_settings(tokens, memory))
+        content = sweeping.result(run, about, calibration)
+        if out is not None:
+            _write(folder, content)
     if json:
-        show_json(rows)
+        show_json(content)
         return
-    columns = list(rows[0])
-    show_table("sweep", columns, [[_cell(row[column]) for column in columns] for row in rows])
+    _show(content)
+    if out is not None:
+        note(f"table, figures and statistics in {out}; a page: corp report {out}")
 
 
-def _recipes(shares: list[float], kinds: list[str], how: list[str], ranks: list[str], ridge: float) -> list[Recipe]:
-    unknown = set(kinds) - {*KINDS, "both"}
-    if unknown:
-        raise RecipeError(f"--kinds: {', '.join(sorted(unknown))} is not among {', '.join((*KINDS, 'both'))}")
-    recipes = []
-    for kind in kinds:
-        wanted = {"mlp": kind in ("mlp", "both"), "attn": kind in ("attn", "both")}
-        for r, c, s in ((r, c, s) for r in ranks for c in how for s in shares):
-            recipes.append(Recipe(mlp=s * wanted["mlp"], attn=s * wanted["attn"], compensate=c, rank=r, ridge=ridge))
-    return recipes
+def _run(
+    run: Sweep,
+    calib: list[Path] | None,
+    stats: Path | None,
+    calib_sizes: str,
+    samples: int,
+    seed: int,
+    batch_size: int,
+    settings: Any,
+) -> dict[int, float | None]:
+    """All cases; the seconds that calibrating on so many samples took, where that is known."""
+    if stats is not None:
+        found = Statistics.load(stats)
+        _sweep(run, run.recipes, found)
+        return {found.samples: None}
+    assert run.folder is not None
+    images = o.image_batches(run.dense, calib or [], samples, seed, batch_size)
+    sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [images.samples]
+    calibration: dict[int, float | None] = {}
+    origin = {"data": [str(path) for path in calib or []], "seed": seed, "preprocessing": images.describe()}
+    with progress("calibrating", sizes[-1], "images") as advance:
+        every = list(
+            sweeping.statistics_of_sizes(
+                run.dense, images, sizes, run.folder, seed=seed, origin=origin, settings=settings, progress=advance
+            )
+        )
+    for part, seconds in every:
+        calibration[part.samples] = seconds
+        _sweep(run, run.recipes, part)
+    return calibration
 
 
-def _row(dense: nn.Module, stats: Statistics, recipe: Recipe, batches: Any) -> dict[str, Any]:
-    plan = api.plan(dense, stats, recipe)
-    result = api.apply(dense, stats, plan)
-    errors = {kind: [s.relative_error for s in plan.sites if s.kind == kind] for kind in KINDS}
-    row: dict[str, Any] = {"mlp": recipe.mlp, "attn": recipe.attn, "rank": recipe.rank, "compensate": recipe.compensate}
-    row |= {"params": result.report.params[1], "macs": result.report.macs[1] if result.report.macs else None}
-    row |= {f"{kind} error": sum(e) / len(e) if e else None for kind, e in errors.items()}
-    if batches is not None:
-        score = compare(dense, [result.model], batches)[0]
-        row |= {"agreement": score.agreement, "kl": score.kl}
+def _sweep(run: Sweep, recipes: Sequence[Recipe], stats: Statistics) -> None:
+    with progress(f"sweeping ({stats.samples} samples)", len(recipes), "recipes") as advance:
+        run.run(stats, advance)
+
+
+def _evaluation(
+    dense: nn.Module, data: list[Path], labels: str | None, samples: int, seed: int, batch_size: int
+) -> sweeping.Evaluate:
+    """How good several models are on the images, in one pass over them."""
+    from corp.data.labels import LabelledBatches, find_labels, read_labels
+
+    images = o.image_batches(dense, data, samples, seed, batch_size)
+    classes = getattr(dense, "num_classes", None)
+    found = None
+    if labels != "none":
+        found = read_labels(Path(labels), data) if labels else find_labels(data, classes)
+    batches = images if found is None else LabelledBatches(images, found)
+
+    def evaluate(models: Sequence[nn.Module]) -> list[Row]:
+        scores = [Score() for _ in models]
+        side_by_side(dense, [Contender(m, s) for m, s in zip(models, scores, strict=True)], batches)
+        return [_measured(score) for score in scores]
+
+    return evaluate
+
+
+def _measured(score: Score) -> Row:
+    row: Row = {}
+    intervals = score.intervals()
+    for name in MEASURED:
+        interval = intervals[name]
+        if interval is not None:
+            row |= {name: interval.value, f"{name} low": interval.low, f"{name} high": interval.high}
     return row
+
+
+def _write(folder: Path, content: dict[str, Any]) -> None:
+    (folder / sweeping.RESULT).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
+    rows = content["rows"]
+    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    draw(rows, content["dense"], folder, content["model"])
+
+
+def _show(content: dict[str, Any]) -> None:
+    rows, dense = content["rows"], content["dense"]
+    same = {name for name in ("samples", "preset", "rank", "compensate") if len({row[name] for row in rows}) == 1}
+    columns = [c for c in (*SHOWN, *MEASURED) if c not in same and any(c in row for row in rows)]
+    first = ["dense" if i == 0 else _cell(dense.get(column)) for i, column in enumerate(columns)]
+    told = ", ".join(f"{name} {rows[0][name]}" for name in SHOWN if name in same)
+    cells = [first, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    show_table(f"{content['model']}: {told}", columns, cells)
+    runtime = content["runtime"]
+    names = ("samples", "calibrate", "rank", "compensate", "plan")
+    cells = [[str(part["samples"]), *(_seconds(part[name]) for name in names[1:])] for part in runtime]
+    show_table("seconds (plan: ranking and all predictions)", names, cells)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def parse_range(text: str) -> list[float]:
@@ -90,7 +226,8 @@ def parse_range(text: str) -> list[float]:
         raise RecipeError(f"--sparsity {text!r} should look like 0.1:0.7:0.1 or 0.3,0.5") from None
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+def _numbers(text: str, kind: type, option: str) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise RecipeError(f"{option}: {text!r} is not a list of numbers with commas") from None

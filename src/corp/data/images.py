@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -81,6 +82,14 @@ class ImageBatches(Iterable[Tensor]):
         for path in self.paths:
             digest.update(f"{path.name}\0{path.stat().st_size}\n".encode())
         return digest.hexdigest()
+
+    def parts(self, sizes: Sequence[int], seed: int) -> list[ImageBatches]:
+        """Disjoint parts of these images in an order drawn by `seed`; the first k together are sizes[k - 1] images."""
+        order = random.Random(seed).sample(self.paths, len(self.paths))
+        return [
+            ImageBatches(order[a:b], self.transform, batch_size=self.batch_size, max_bad=self.max_bad)
+            for a, b in pairwise((0, *sizes))
+        ]
 
     def describe(self) -> str:
         """The preprocessing, on one line."""

@@ -4,26 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # Okabe-Ito: told apart by everybody; markers tell them apart in print.
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 MARKERS = ("o", "s", "v", "D", "^", "P")
+DASHES = ("-", "--", ":", "-.")
+HATCHES = ("", "//", "..", "xx")
 
 
-def accuracy_curve(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, *, title: str) -> None:
-    """Accuracy against sparsity, one line per way of pruning; points are (share removed, accuracy)."""
+def line_chart(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    dense: float | None = None,
+    x_percent: bool = False,
+) -> Figure:
+    """One line per curve; y is a share, shown in percent; `dense` is what nothing removed would give."""
+    figure, axes = _axes(title, y, dense)
+    for number, (label, points) in enumerate(curves.items()):
+        xs, ys = zip(*points, strict=True)
+        style: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "marker": MARKERS[number % len(MARKERS)],
+            "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+        }
+        axes.plot([100 * v for v in xs] if x_percent else xs, [100 * v for v in ys], label=label, **style)
+    axes.set_xlabel(f"{x}, %" if x_percent else x)
+    _legend(axes, len(curves))
+    return figure
+
+
+def bar_chart(bars: Mapping[str, Mapping[str, float]], *, title: str, y: str, dense: float | None = None) -> Figure:
+    """Groups of bars, one bar of each series per group: bars[series][group], shares shown in percent."""
+    figure, axes = _axes(title, y, dense)
+    groups = list(dict.fromkeys(group for series in bars.values() for group in series))
+    width = 0.8 / len(bars)
+    for number, (label, series) in enumerate(bars.items()):
+        at = [groups.index(group) + (number - (len(bars) - 1) / 2) * width for group in series]
+        style: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "hatch": HATCHES[number % len(HATCHES)],
+            "edgecolor": "white",
+        }
+        drawn = axes.bar(at, [100 * v for v in series.values()], width, label=label, **style)
+        axes.bar_label(drawn, fmt="%.1f", fontsize=8)
+    axes.set_xticks(range(len(groups)), groups)
+    _legend(axes, len(bars))
+    return figure
+
+
+def save(figure: Figure, path: Path) -> list[str]:
+    """PNG for slides, SVG for print, under the name `path`; the same figure gives the same bytes."""
+    names = []
+    with rc_context({"svg.hashsalt": "corp"}):
+        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+            file = path.with_suffix(suffix)
+            figure.savefig(file, dpi=150, metadata=metadata)
+            names.append(file.name)
+    return names
+
+
+def _axes(title: str, y: str, dense: float | None) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for (label, points), colour, marker in zip(curves.items(), COLOURS, MARKERS, strict=False):
-        x, y = zip(*points, strict=True)
-        axes.plot([100 * v for v in x], [100 * v for v in y], color=colour, marker=marker, label=label)
-    axes.set(xlabel="removed, % of MLP channels and Q/K dimensions", ylabel="top-1 accuracy, %", ylim=(0, 102))
+    if dense is not None:
+        axes.axhline(100 * dense, color="#666666", linestyle=":", linewidth=1.2, label="dense")
+    axes.set_ylabel(f"{y}, %")
     axes.set_title(title, loc="left")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    return figure, axes
+
+
+def _legend(axes: Axes, entries: int) -> None:
+    """Beside the lines where they are many, else where there is room."""
+    if entries > 4:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    else:
+        axes.legend(frameon=False)
 
 
 def redundancy_chart(

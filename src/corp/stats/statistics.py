@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,31 @@ def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:
         "inputs": first.inputs,
         "origin": {**common, "parts": parts} if a or b else {},
     }
+
+
+def merge(parts: Sequence[Path], out: Path) -> Statistics:
+    """Add the statistics of several folders into a new one, one site in memory at a time."""
+    opened = [Statistics.load(part) for part in parts]
+    header = opened[0]
+    for other in opened[1:]:
+        if any(part in _sources(header) for part in _sources(other)):
+            raise StatisticsError("two of these statistics come from the same data; it would be counted twice")
+        header = Statistics(header.sums, **merged_header(header, other))
+    with new_folder(out) as folder:
+        entries = {}
+        for number, name in enumerate(header.sums):
+            sums = opened[0].sums[name]
+            for other in opened[1:]:
+                sums = added(sums, other.sums[name])
+            entries[name] = write_site(folder, number, sums)
+        write_manifest(folder, header, entries)
+    return Statistics.load(out)
+
+
+def _sources(stats: Statistics) -> list[str]:
+    """Fingerprints of the data that went in."""
+    parts = stats.origin.get("parts", [stats.origin])
+    return [part["data fingerprint"] for part in parts if "data fingerprint" in part]
 
 
 def write_site(folder: Path, number: int, sums: AnySums) -> Entry:

@@ -1,0 +1,114 @@
+"""What the rows of a sweep show: lines and bars that name only what differs between them, and their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+Lines = dict[str, list[tuple[float, float]]]
+# What is shown of a sweep, best first, and how it reads on an axis.
+METRICS = {
+    "top1": "top-1 accuracy",
+    "agreement": "agreement with the dense model",
+    "mlp error": "predicted error of the MLPs",
+    "attn error": "predicted error of the attention logits",
+}
+KIND_LABELS = {"mlp": "MLP", "attn": "attention", "both": "both"}
+
+
+def number(value: object) -> float | None:
+    """A number that can be drawn, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e15:
+        return None
+    return float(value)
+
+
+def sparsity(row: Row) -> float | None:
+    mlp, attn = number(row.get("mlp")), number(row.get("attn"))
+    return None if mlp is None or attn is None else max(mlp, attn)
+
+
+def kind(row: Row) -> str:
+    """What a row prunes: mlp, attn or both."""
+    return "both" if row["mlp"] and row["attn"] else "mlp" if row["mlp"] else "attn"
+
+
+def settings(row: Row) -> dict[str, str]:
+    """What else tells rows apart, in words."""
+    return {
+        "kind": KIND_LABELS[kind(row)],
+        "preset": f"preset {row.get('preset', '?')}",
+        "rank": f"ranking {row.get('rank', '?')}",
+        "compensate": f"compensation {row.get('compensate', '?')}",
+        "ridge": f"ridge {row.get('ridge', '?')}",
+        "samples": f"{row.get('samples', '?')} samples",
+    }
+
+
+def lines(rows: Sequence[Row], metric: str, *, over: str = "sparsity") -> Lines:
+    """(x, y) of every row, one line per combination of all that is not `over`: the sparsity, or the samples."""
+    found: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        share, y = sparsity(row), number(row.get(metric))
+        x = share if over == "sparsity" else number(row.get(over))
+        if share is None or x is None or y is None:
+            continue
+        rest = {key: label for key, label in settings(row).items() if key != over}
+        key = tuple(rest.values()) if over == "sparsity" else (f"{share:.0%}", *rest.values())
+        found.setdefault(key, []).append((x, y))
+    labels = varying(list(found))
+    return {label: sorted(points) for label, points in zip(labels, found.values(), strict=True)}
+
+
+def varying(keys: Sequence[tuple[str, ...]]) -> list[str]:
+    """A label for each key, of those parts only in which keys differ."""
+    differs = [len(set(parts)) > 1 for parts in zip(*keys, strict=True)]
+    return [", ".join(p for p, d in zip(key, differs, strict=True) if d) or ", ".join(key) for key in keys]
+
+
+def ranking(rows: Sequence[Row], metric: str) -> tuple[dict[str, dict[str, float]], str]:
+    """metric[compensation][ranking] and a title: both kinds at the sparsity nearest to 50 %, as the paper compares."""
+    some = [row for row in rows if kind(row) == "both" and number(row.get(metric)) is not None] or list(rows)
+    share = min({s for row in some if (s := sparsity(row)) is not None}, key=lambda s: abs(s - 0.5), default=0.0)
+    bars: dict[str, dict[str, float]] = {}
+    for row in some:
+        y = number(row.get(metric))
+        if sparsity(row) == share and y is not None:
+            bars.setdefault(f"compensation {row.get('compensate')}", {})[str(row.get("rank"))] = y
+    return bars, f"rankings at {share:.0%}, {KIND_LABELS[kind(some[0])]}"
+
+
+def shown_metric(rows: Sequence[Row]) -> str | None:
+    """The best thing there is to show."""
+    return next((metric for metric in METRICS if any(number(row.get(metric)) is not None for row in rows)), None)
+
+
+def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]:
+    """The pictures that these rows make, as PNG and SVG; the names of the files."""
+    from corp.report import plots  # matplotlib is imported only when a picture is wanted
+
+    metric = shown_metric(rows)
+    if metric is None:
+        return []
+    y, whole, made = METRICS[metric], number(dense.get(metric)), []
+
+    def distinct(get: Any) -> int:
+        return len({get(row) for row in rows})
+
+    if distinct(sparsity) > 1:
+        curves = lines(rows, metric)
+        names = plots.save(
+            plots.line_chart(curves, title=title, x="removed", y=y, dense=whole, x_percent=True), folder / "sparsity"
+        )
+        made += names
+    if distinct(lambda row: row.get("rank")) > 1:
+        bars, what = ranking(rows, metric)
+        made += plots.save(plots.bar_chart(bars, title=f"{title}: {what}", y=y, dense=whole), folder / "ranking")
+    if distinct(lambda row: row.get("samples")) > 1:
+        curves = lines(rows, metric, over="samples")
+        made += plots.save(
+            plots.line_chart(curves, title=title, x="calibration samples", y=y, dense=whole), folder / "calibration"
+        )
+    return made
