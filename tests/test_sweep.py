@@ -23,8 +23,9 @@ from corp.errors import DataError, RecipeError, StorageError
 from corp.report import sweeps
 from corp.sweeping import Grid, Sweep
 from tests.models import images, vit
-from tests.test_cli import MODEL, run
+from tests.test_cli import run
 
+MODEL = "test_vit"  # the smallest that timm has
 GRID = Grid([0.25, 0.5], ["mlp", "both"], compensations=["full", "none"])
 
 
@@ -110,7 +111,7 @@ def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_rows(tmp_path: Path
 
     def evaluate(models: Sequence[nn.Module]) -> list[dict[str, Any]]:
         evaluated.append(len(models))
-        return [{"agreement": float(m(probe).sum())} for m in models]
+        return [{"agreement": m(probe).sum().item()} for m in models]
 
     whole = Sweep(model, recipes, evaluate)
     whole.run(stats)
