@@ -27,7 +27,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.deit_tiny
 	$(BIN)/python -m benchmarks.calibration
 	$(BIN)/python -m benchmarks.tokens
+	$(BIN)/python -m pip install --quiet torch-pruning==1.6.1  # a peer, for comparison only
 	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.paper
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -34,12 +34,14 @@ PAPER = {  # millions of parameters at each sparsity
 }
 
 
-def shapes_only_plan(model: torch.nn.Module, sparsity: float) -> Plan:
-    """A plan with the widths of `sparsity`; which channels stay does not matter to a count."""
-    recipe = Recipe(mlp=sparsity, attn=sparsity)
+def shapes_only_plan(model: torch.nn.Module, mlp: float, attn: float) -> Plan:
+    """A plan with the widths of these sparsities; which channels stay does not matter to a count."""
+    recipe = Recipe(mlp=mlp, attn=attn)
     sites = []
     for site in corp.find_sites(model):
-        groups = site.heads if isinstance(site, AttentionSite) else 1
+        groups, sparsity = (site.heads, attn) if isinstance(site, AttentionSite) else (1, mlp)
+        if sparsity == 0:
+            continue
         kept = tuple(range(kept_width(site.width, sparsity)))
         cost = GroupCost(0.0, 0.0, 0.0, 0.0, 0.0)
         sites.append(SitePlan(site.name, site.kind, site.width, sparsity, (kept,) * groups, True, (cost,) * groups))
@@ -49,7 +51,7 @@ def shapes_only_plan(model: torch.nn.Module, sparsity: float) -> Plan:
 def count(name: str, sparsity: float) -> int:
     with torch.device("meta"):
         model = timm.create_model(name)
-    shrink(model, shapes_only_plan(model, sparsity))
+    shrink(model, shapes_only_plan(model, sparsity, sparsity))
     return count_params(model)
 
 

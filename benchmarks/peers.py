@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import nn
 
 import corp
-from benchmarks.deit_tiny import Setup, accuracy
+from benchmarks.deit_tiny import NAME, Setup, accuracy
+from benchmarks.paper import pruned_shapes
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
 from corp.text import markdown_table
@@ -50,48 +52,61 @@ def describe(setup: Setup, name: str, model: nn.Module, seconds: float) -> dict[
 
 
 def equal_macs(setup: Setup, target: float) -> Recipe:
-    """The uniform sparsity of MLP and Q/K together that just meets the budget, to the percent."""
+    """The least uniform sparsity of MLP and Q/K together that meets the budget, to the percent."""
     x = setup.images[0][:1]
     dense = count_macs(setup.model, x)
-    for percent in range(1, 100):
-        recipe = Recipe(mlp=percent / 100, attn=percent / 100, compensate="none")
-        pruned = corp.apply(setup.model, setup.stats, corp.plan(setup.model, setup.stats, recipe)).model
-        if count_macs(pruned, x) <= target * dense:
-            return Recipe(mlp=percent / 100, attn=percent / 100)
-    raise SystemExit(f"no sparsity reaches {target}")
+
+    def too_many(percent: int) -> bool:
+        return count_macs(pruned_shapes(NAME, percent / 100, percent / 100), x.to("meta")) > target * dense
+
+    percent = _first(100, too_many)
+    return Recipe(mlp=percent / 100, attn=percent / 100)
 
 
-def torch_pruning(setup: Setup, ratio: float) -> dict[str, Any] | None:
+def _first(stop: int, too_many: Callable[[int], bool]) -> int:
+    """The first number below `stop` that is not too many, by halving."""
+    low, high = 0, stop
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if too_many(middle) else (low, middle)
+    return low
+
+
+def torch_pruning(setup: Setup, target: float) -> dict[str, Any] | None:
     """Torch-Pruning's own recipe for timm's ViT: MLP hidden and head widths by group magnitude, nothing after it."""
     try:
         import torch_pruning as tp
     except ModuleNotFoundError:
         print("torch_pruning is not installed: left out")
         return None
-    model = copy.deepcopy(setup.model)
+    x = setup.images[0][:1]
+    dense = count_macs(setup.model, x)
+
+    def pruned(ratio: float) -> nn.Module:
+        model: Any = copy.deepcopy(setup.model)
+        attentions = [m for m in model.modules() if type(m).__name__ == "Attention"]
+        for attention in attentions:
+            attention.fused_attn = False
+        pruner = tp.pruner.MagnitudePruner(
+            model,
+            x,
+            importance=tp.importance.GroupMagnitudeImportance(),
+            pruning_ratio=ratio,
+            ignored_layers=[model.head, *(m for block in model.blocks for m in (block.attn.proj, block.mlp.fc2))],
+            num_heads={attention.qkv: attention.num_heads for attention in attentions},
+            prune_head_dims=True,
+        )
+        pruner.step()
+        for attention in attentions:
+            attention.head_dim = attention.qkv.out_features // (3 * attention.num_heads)
+            attention.attn_dim = attention.head_dim * attention.num_heads
+        return model
+
+    percent = _first(100, lambda p: count_macs(pruned(p / 100), x) > target * dense)
     start = time.perf_counter()
-    heads = {m.qkv: m.num_heads for m in model.modules() if type(m).__name__ == "Attention"}
-    ignored = [model.head, *(m for block in model.blocks for m in (block.attn.proj, block.mlp.fc2))]
-    for module in model.modules():
-        if type(module).__name__ == "Attention":
-            module.fused_attn = False
-    pruner = tp.pruner.MagnitudePruner(
-        model,
-        setup.images[0][:1],
-        importance=tp.importance.GroupMagnitudeImportance(),
-        pruning_ratio=ratio,
-        ignored_layers=ignored,
-        num_heads=heads,
-        prune_head_dims=True,
-    )
-    pruner.step()
-    for module in model.modules():
-        if type(module).__name__ == "Attention":
-            module.head_dim = module.qkv.out_features // (3 * module.num_heads)
-            module.attn_dim = module.head_dim * module.num_heads
-    return describe(
-        setup, f"Torch-Pruning {tp.__version__}, {ratio:.0%} of MLP and head widths", model, time.perf_counter() - start
-    )
+    model = pruned(percent / 100)
+    name = f"Torch-Pruning {tp.__version__} (MLP and head widths {percent} %)"
+    return describe(setup, name, model, time.perf_counter() - start)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -117,7 +132,7 @@ def main() -> None:
     title = f"equal MACs ({budget:.3f} of dense)"
     mlp_only = [{**row, "method": f"{row['method']} (MLP 50 %)"} for row in sections["50% of the MLP channels"]]
     sections[title] = [*mlp_only, run(setup, f"corp (MLP and Q/K {even.mlp:.0%})", even)]
-    other = torch_pruning(setup, 0.3)
+    other = torch_pruning(setup, budget)
     if other:
         sections[title].append(other)
     text = "\n\n".join(f"## {title}\n\n{table([dense, *rows])}" for title, rows in sections.items())
