@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from corp.errors import StatisticsError
 from corp.numerics import rotary
+from corp.stats.pairs import PairSums
 
 P, N, D = 5, 7, 11  # pairs, tokens, model width
 
@@ -116,3 +118,58 @@ def test_a_pair_that_repeats_another_is_eliminated_without_loss() -> None:
     assert pruned.tolist() in ([1], [3])
     system = rotary.pair_system(A, kept, pruned)
     assert rotary.distortion(system, rotary.fit_pairs(system, ridge=0.0)).J < 1e-8 * system.T
+
+
+def pair_sums(q: Tensor, k: Tensor, **options: object) -> PairSums:
+    sums = PairSums(q.shape[1], k.shape[1], q.shape[-1])
+    sums.update(q, k, **options)  # type: ignore[arg-type]
+    return sums
+
+
+def brute_force(q: Tensor, k: Tensor, seen: Tensor, *, centred: bool) -> Tensor:
+    """Moments of the logits marked in seen (n, m) of one head, q (n, d) and k (m, d), row by row."""
+    total = torch.zeros(2 * P, 2 * P, dtype=torch.float64)
+    for m in range(len(q)):
+        keys = k[seen[m]]
+        if len(keys):
+            F = features(q[m : m + 1], keys - keys.mean(0) if centred else keys)
+            total += F.mT @ F
+    return total
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_count_the_logits_that_exist(centred: bool, causal: bool) -> None:
+    """As many blocks as tokens make causality exact; query heads share key heads; padding is no data."""
+    q = torch.randn(2, 4, N, 2 * P, dtype=torch.float64)
+    k = torch.randn(2, 2, N, 2 * P, dtype=torch.float64)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0, :2] = False
+    mask[1, -3:] = False
+    sums = pair_sums(q, k, q_mask=mask, k_mask=mask, causal=causal)
+    for h in range(4):
+        expected = torch.zeros(2 * P, 2 * P, dtype=torch.float64)
+        for b in range(2):
+            seen = mask[b][:, None] & mask[b][None, :]
+            seen = seen & torch.ones(N, N, dtype=torch.bool).tril() if causal else seen
+            expected += brute_force(q[b, h], k[b, h // 2], seen, centred=centred)
+        found = sums.group(h // 2, centred=centred)[h % 2]
+        torch.testing.assert_close(found, expected)
+    assert (sums.samples, sums.tokens) == (2, int(mask.sum()))
+
+
+def test_pair_sums_add_and_survive_a_file() -> None:
+    q = torch.randn(6, 4, N, 2 * P, dtype=torch.float64)
+    k = torch.randn(6, 2, N, 2 * P, dtype=torch.float64)
+    whole = pair_sums(q, k, causal=True)
+    parts = pair_sums(q[:2], k[:2], causal=True) + pair_sums(q[2:], k[2:], causal=True)
+    torch.testing.assert_close(parts.raw, whole.raw)
+    torch.testing.assert_close(parts.centred, whole.centred)
+    again = PairSums.from_state(4, 2, 2 * P, whole.state())
+    assert torch.equal(again.raw, whole.raw)
+    assert (again.samples, again.tokens) == (6, 6 * N)
+    assert {name: tuple(t.shape) for name, t in whole.state().items()} == PairSums.shapes(4, 2 * P)
+    with pytest.raises(StatisticsError, match="do not add"):
+        _ = whole + PairSums(4, 4, 2 * P)
+    with pytest.raises(StatisticsError, match="no samples"):
+        PairSums(4, 2, 2 * P).group(0, centred=True)
