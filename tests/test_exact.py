@@ -1,0 +1,69 @@
+"""Elimination by exact cost against refitting from scratch at every step, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from corp.numerics import exact
+
+D, OUT = 14, 5
+
+
+@pytest.fixture
+def problem() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    X = torch.randn(200, D, generator=generator, dtype=torch.float64)
+    X = X @ torch.randn(D, D, generator=generator, dtype=torch.float64)
+    return torch.randn(OUT, D, generator=generator, dtype=torch.float64), X.mT @ X / len(X)
+
+
+def error(W: Tensor, cov: Tensor, kept: list[int]) -> float:
+    """min over all maps of E ||W x - V x_S||^2."""
+    best = torch.linalg.solve(cov[kept][:, kept], cov[kept] @ W.mT)
+    return float((W @ cov @ W.mT).trace() - (W @ cov[:, kept] @ best).trace())
+
+
+@pytest.mark.parametrize("block", [1, 3, 128])
+def test_every_step_removes_the_cheapest_and_knows_what_it_cost(
+    block: int, problem: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "BLOCK", block)
+    W, cov = problem
+    path = exact.elimination_path(W, cov)
+    left = list(range(D))
+    for removed, predicted in zip(path.order[:-1].tolist(), path.error[:-1].tolist(), strict=True):
+        options = {j: error(W, cov, [i for i in left if i != j]) for j in left}
+        assert removed == min(options, key=options.__getitem__)
+        assert predicted == pytest.approx(options[removed])
+        left.remove(removed)
+    assert path.order[-1] == left[0]
+    assert path.error[-1] == torch.inf
+
+
+def test_a_shorter_path_is_the_beginning_of_the_whole(problem: tuple[Tensor, Tensor]) -> None:
+    whole, short = exact.elimination_path(*problem), exact.elimination_path(*problem, least=8)
+    assert torch.equal(whole.order[: D - 8], short.order[: D - 8])
+    kept, pruned = short.keep(8)
+    assert sorted([*kept.tolist(), *pruned.tolist()]) == list(range(D))
+    assert kept.tolist() == sorted(kept.tolist())
+
+
+def test_redundant_and_dead_channels_go_first_and_cost_nothing(problem: tuple[Tensor, Tensor]) -> None:
+    W, cov = problem
+    mix = torch.eye(D, dtype=torch.float64)
+    mix[3] = mix[1] - 2 * mix[2]  # channel 3 is a combination of two others
+    mix[7] = 0  # channel 7 is dead
+    cov = mix @ cov @ mix.mT
+    path = exact.elimination_path(W, cov)
+    assert 7 in path.order[:2].tolist()
+    assert set(path.order[:2].tolist()) & {1, 2, 3}
+    assert float(path.error[1]) < 1e-6 * float((W @ cov @ W.mT).trace())
+
+
+def test_it_beats_choosing_by_energy(problem: tuple[Tensor, Tensor]) -> None:
+    W, cov = problem
+    kept = exact.elimination_path(W, cov).keep(7)[0].tolist()
+    by_energy = (cov.diagonal() * W.square().sum(0)).topk(7).indices.tolist()
+    assert error(W, cov, kept) < error(W, cov, by_energy)
