@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -56,8 +57,11 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         config: Any = cls.config_class.from_dict(raw)
         if kernel is not None:
             config._attn_implementation = kernel
-        with no_init_weights():
-            model: nn.Module = cls(config)
+        with no_init_weights(), torch.no_grad():
+            model: Any = cls(config)
+            model.tie_weights()
+            for parameter in model.parameters():  # random values would take longer, and are overwritten anyway
+                parameter.zero_()
         if isinstance(generation := identity.get("generation"), dict):
             model.generation_config = GenerationConfig.from_dict(generation)
     except Exception as error:  # the library's own complaints about values, of many kinds
@@ -65,7 +69,8 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         raise ModelError(
             f"transformers {transformers.__version__} cannot build {name} as saved (with {saved}): {error}"
         ) from error
-    return model
+    made: nn.Module = model
+    return made
 
 
 def _prunable(cls: object) -> bool:

@@ -81,12 +81,13 @@ class NarrowAttention(nn.Module):
         past_key_values: Any = None,
         key_value_states: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        # Where both masks are given, attention_mask is that of the queries, also if the other is None.
+        encoder_mask = kwargs.pop("encoder_attention_mask", attention_mask)
         if self.cross:
             source = encoder_hidden_states if key_value_states is None else key_value_states
-            attention_mask = attention_mask if encoder_attention_mask is None else encoder_attention_mask
+            attention_mask = encoder_mask
             (q,) = self._project("q", hidden_states)
             k, v = self._from_encoder(source, past_key_values)
         else:
