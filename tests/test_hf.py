@@ -133,15 +133,16 @@ def test_cross_attention_masks_both_sequences() -> None:
     )
 
 
-def test_padding_of_torch_layers_is_no_data_either() -> None:
-    model = build("torch-encoder")
+@pytest.mark.parametrize("family", ["torch-encoder", "torch-encoder-sequence-first"])
+def test_padding_of_torch_layers_is_no_data_either(family: str) -> None:
+    model, settings = build(family), Settings(tokens=4)
     g = torch.Generator().manual_seed(3)
     sources = [torch.randn(1, n, 24, generator=g, dtype=torch.float64) for n in range(1, 13)]
     src = torch.cat([nn.functional.pad(s, (0, 0, 0, 12 - s.shape[1]), value=9.0) for s in sources])
     hidden = torch.stack([torch.arange(12) >= s.shape[1] for s in sources])
     assert_same_statistics(
-        corp.calibrate(model, [{"src": s} for s in sources], settings=Settings(tokens="all")),
-        corp.calibrate(model, [{"src": src, "src_key_padding_mask": hidden}], settings=Settings(tokens="all")),
+        corp.calibrate(model, [{"src": s} for s in sources], settings=settings),
+        corp.calibrate(model, [{"src": src, "src_key_padding_mask": hidden}], settings=settings),
     )
 
 
@@ -229,6 +230,8 @@ def test_cross_attention_with_a_cache_equals_one_without(family: str) -> None:
         now = {**batch, key: batch[key][:, step : step + 1]}
         steps.append(model(**now, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), whole)
+    seen = 10 if family == "hf-whisper" else 7  # projected once, not once more at every step
+    assert cache.cross_attention_cache.layers[0].keys.shape[2:] == (seen, 4)
 
 
 def test_whisper_generates() -> None:
