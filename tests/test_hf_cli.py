@@ -18,7 +18,8 @@ from typer.testing import CliRunner, Result
 import corp
 from corp.adapters import hf_models
 from corp.cli.main import app
-from corp.cli.models import ENCODER, kind_of, load_model
+from corp.cli.models import ENCODER, kind_of, load_model, without_cache
+from corp.cli.sources import sequences_per_batch
 from corp.errors import DataError, ModelError
 from tests import hf_folders
 
@@ -298,6 +299,21 @@ def test_image_models_of_transformers(vit: Path, tmp_path: Path) -> None:
     assert shown["models"][1]["top1"]["value"] == pytest.approx(right / 15)
     assert shown["models"][1]["features"]["final"]["cosine"] < 1
     assert len(shown["models"][1]["features"]["blocks"]) == 2
+
+
+def test_a_batch_is_bounded_by_its_logits_too(opt: Path) -> None:
+    tokens = hf_models.tokenizer(str(opt))
+    assert sequences_per_batch(tokens, 256) == 32
+    assert sequences_per_batch(range(50_000), 2048) == 1  # anything with a length: 2048 x 50,000 logits, and no more
+    assert sequences_per_batch(range(4_096), 2048) == 4
+
+
+def test_no_keys_and_values_are_kept_for_evaluation(opt: Path) -> None:
+    model = hf_models.create(str(opt))
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with without_cache(model, nn.Linear(1, 1)):
+        assert model(input_ids=ids).past_key_values is None
+    assert model(input_ids=ids).past_key_values is not None
 
 
 def test_bench_times_texts(opt: Path, pruned: Path) -> None:

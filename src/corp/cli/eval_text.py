@@ -14,7 +14,7 @@ from corp.api import placement
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
 from corp.cli.eval_images import percent, plus_minus
-from corp.cli.sources import TextOptions, sequence_length
+from corp.cli.sources import TextOptions, sequence_length, sequences_per_batch
 from corp.errors import DataError
 from corp.evaluate.intervals import Interval
 from corp.evaluate.language import NextTokens
@@ -116,7 +116,8 @@ def _batches(model: nn.Module, tokenizer: Any, kind: str, options: Options) -> T
     from corp.data import text
 
     length = sequence_length(model, tokenizer, options.text.seq_len)
-    chosen: dict[str, Any] = {"length": length, "field": options.text.field, "batch_size": options.batch_size}
+    size = options.batch_size or (sequences_per_batch(tokenizer, length) if kind == m.CAUSAL else None)
+    chosen: dict[str, Any] = {"length": length, "field": options.text.field, "batch_size": size}
     if kind == m.ENCODER or options.per_document:
         drawn: dict[str, Any] = {"samples": options.samples, "seed": options.seed, "bos": kind == m.CAUSAL}
         return text.one_per_document(options.data, tokenizer, **chosen, **drawn)
@@ -144,7 +145,8 @@ def perplexities(loaded: dict[str, nn.Module], batches: TextBatches) -> list[Nex
     models = list(loaded.values())
     with progress(f"evaluating on {placement(models[0])[0]}", batches.samples, "sequences") as advance:
         contenders = [Contender(model, metric) for model, metric in zip(models, metrics, strict=True)]
-        side_by_side(models[0] if len(models) > 1 else None, contenders, batches.scored(), advance)
+        with m.without_cache(*models):
+            side_by_side(models[0] if len(models) > 1 else None, contenders, batches.scored(), advance)
     return metrics
 
 

@@ -16,6 +16,7 @@ from corp.cli.console import note, progress
 from corp.cli.models import chosen_device as chosen_device
 from corp.cli.models import load_model as load_model
 from corp.cli.models import place as place
+from corp.cli.models import without_cache
 from corp.cli.sources import Source as Source
 from corp.cli.sources import TextOptions as TextOptions
 from corp.cli.sources import calibration_batches
@@ -192,7 +193,10 @@ def calibrated(
         "torch": torch.__version__,
     }
     say = None if quiet else note
-    with progress(f"calibrating on {placement(model)[0]}", batches.samples, "samples", quiet=quiet) as advance:
+    with (
+        progress(f"calibrating on {placement(model)[0]}", batches.samples, "samples", quiet=quiet) as advance,
+        without_cache(model),
+    ):
         stats = calibrate(model, batches, progress=advance, settings=settings, out=out, origin=origin, announce=say)
     bad = getattr(batches, "bad", [])
     for path, reason in bad:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 IMAGES, DOCUMENTS = 4000, 4000  # where nobody says how many
 IMAGE_BATCH = 32
+LOGITS = 1 << 27  # per batch of a language model: half a gigabyte in float32
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,18 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches
         samples=wanted,
         seed=source.seed,
         field=source.text.field,
-        batch_size=source.batch_size,
+        batch_size=source.batch_size or (sequences_per_batch(tokenizer, length) if pack else None),
     )
     if batches.samples < wanted and (pack or source.samples):
         note(f"there is text for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}")
     return batches
+
+
+def sequences_per_batch(tokenizer: Any, length: int) -> int:
+    """As many as keep both the tokens of a batch and its logits, one per word of the vocabulary, within bounds."""
+    from corp.data import text
+
+    return max(1, min(text.TOKENS_PER_BATCH, LOGITS // max(1, len(tokenizer))) // length)
 
 
 def sequence_length(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:

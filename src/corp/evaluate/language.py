@@ -42,11 +42,10 @@ class NextTokens:
                 "they cannot be compared; evaluate them apart"
             )
         target = target.to(logits.device)
-        judged = target != IGNORED  # (B, T)
-        rows = judged.nonzero()[:, 0]  # the sequence of every judged position (N,)
-        counts = judged.sum(1)  # (B,)
+        rows, columns = (target != IGNORED).nonzero(as_tuple=True)  # of every judged position (N,)
+        counts = rows.bincount(minlength=len(target))  # (B,)
         own = dense is None or dense is logits
-        values = _values(logits[judged], None if own else dense[judged], target[judged])  # type: ignore[index]
+        values = _values(logits, None if own else dense, target, rows, columns)
         sums = values.new_zeros(len(values), len(target)).index_add_(1, rows.cpu(), values)  # (4, B)
         self.nll.add(sums[0], counts)
         if dense is not None:
@@ -66,23 +65,24 @@ class NextTokens:
         }
 
 
-def _values(logits: Tensor, dense: Tensor | None, target: Tensor) -> Tensor:
+def _values(logits: Tensor, dense: Tensor | None, target: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Per judged position (4, N) on the host: NLL, NLL beyond the dense model's, agreement, KL from the dense model.
 
     Without another model these are what a model has against itself: 0, 1 and 0.
     """
     step = max(1, CHUNK // logits.shape[-1])
     parts = []
-    for start in range(0, len(logits), step):
-        at = slice(start, start + step)
+    for start in range(0, len(rows), step):
+        at = rows[start : start + step], columns[start : start + step]
+        wanted = target[at][:, None]  # (n, 1)
         log_q = _log_softmax(logits[at])  # (n, V)
-        nll = -log_q.gather(1, target[at, None])[:, 0]
+        nll = -log_q.gather(1, wanted)[:, 0]
         if dense is None:
             same = torch.zeros_like(nll)
             parts.append(torch.stack([nll, same, same + 1, same]).cpu().double())
             continue
         log_p = _log_softmax(dense[at])
-        before = -log_p.gather(1, target[at, None])[:, 0]
+        before = -log_p.gather(1, wanted)[:, 0]
         agrees = (log_q.argmax(1) == log_p.argmax(1)).to(nll.dtype)
         kl = (log_p.exp() * (log_p - log_q)).sum(1)
         parts.append(torch.stack([nll, nll - before, agrees, kl]).cpu().double())
