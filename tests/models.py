@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import GluMlp, SwiGLU
@@ -12,10 +13,12 @@ from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock, Vi
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import Tensor, nn
 
+from tests import hf_models
+
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 swiglu_packed = partial(GluMlp, act_layer=nn.SiLU, gate_last=False)
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+TIMM: dict[str, Callable[[], nn.Module]] = {
     "vit": lambda: VisionTransformer(**SMALL),
     "deit-distilled": lambda: VisionTransformerDistilled(**SMALL),
     "deit3-layerscale": lambda: VisionTransformer(**SMALL, no_embed_class=True, init_values=0.5),
@@ -33,12 +36,17 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "relative-position": lambda: VisionTransformerRelPos(**SMALL, rel_pos_type="mlp", class_token=False),
     "relative-position-bias": lambda: VisionTransformerRelPos(**SMALL, rel_pos_type="bias", class_token=False),
 }
+COUNTS = {"parallel-things": (4, 4), "siglip": (3, 3)}  # MLPs and attentions, where they are not two each
+FAMILIES: dict[str, hf_models.Family] = {
+    **{name: hf_models.Family(make, hf_models.pixels, *COUNTS.get(name, (2, 2))) for name, make in TIMM.items()},
+    **hf_models.FAMILIES,
+}
 
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model whose weights are large enough that every part of it matters to the output."""
     torch.manual_seed(1)
-    model = FAMILIES[family]().to(dtype).eval()
+    model = FAMILIES[family].make().to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "embed" not in name:
@@ -46,6 +54,24 @@ def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
     return model
+
+
+def batches(family: str, count: int = 3, size: int = 50, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """Random batches that the family takes."""
+    generator = torch.Generator().manual_seed(2)
+    return [_cast(FAMILIES[family].batch(size, generator), dtype) for _ in range(count)]
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    if isinstance(batch, dict):
+        return {key: _cast(value, dtype) for key, value in batch.items()}
+    return batch.to(dtype) if batch.is_floating_point() else batch
+
+
+def run(model: nn.Module, batch: Any) -> Tensor:
+    """The model's output as one tensor."""
+    with torch.no_grad():
+        return hf_models.output_of(model(**batch) if isinstance(batch, dict) else model(batch))
 
 
 def images(batches: int = 3, size: int = 50, dtype: torch.dtype = torch.float64) -> list[Tensor]:

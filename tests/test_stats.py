@@ -5,6 +5,8 @@ import torch
 
 from corp.errors import StatisticsError
 from corp.stats import Grams, Moments
+from corp.stats.collect import choose_tokens, real_tokens
+from corp.stats.grams import CAUSAL_BLOCKS
 from corp.stats.moments import ACTIVE_EPS
 
 
@@ -78,3 +80,82 @@ def test_empty_sums_say_so() -> None:
         _ = Moments(3).mean
     with pytest.raises(StatisticsError, match="no samples"):
         Grams(1, 3).head(0)
+
+
+# Masks and causality, against sums written out sample by sample.
+
+
+def padded(lengths: list[int], width: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens (B, n, D) with garbage in the padding, and the mask of the real ones."""
+    n = max(lengths)
+    mask = torch.stack([(torch.arange(n) < k) if side == "right" else (torch.arange(n) >= n - k) for k in lengths])
+    x = torch.randn(len(lengths), n, width, dtype=torch.float64)
+    return x.masked_fill(~mask[..., None], 1e6), mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("folded", [False, True])
+def test_grams_are_sums_over_the_queries_and_keys_that_exist(side: str, causal: bool, folded: bool) -> None:
+    heads, d, lengths = 2, 3, [11, 1, 5, 11, 20]
+    (q, mask), (k, _) = padded(lengths, heads * d, side), padded(lengths, heads * d, side)
+    grams = Grams(heads, d)
+    grams.update(q, k, q_mask=mask, k_mask=mask, causal=causal)
+    if folded:
+        grams.fold()
+    E, H = torch.zeros(heads, d, d, dtype=torch.float64), torch.zeros(heads, d, d, dtype=torch.float64)
+    kron = torch.zeros(heads, d, d, d, d, dtype=torch.float64)
+    entries = 0
+    for b, length in enumerate(lengths):
+        Q, K = (x[b][mask[b]].reshape(length, heads, d) for x in (q, k))
+        blocks = torch.arange(length).tensor_split(min(CAUSAL_BLOCKS, length)) if causal else [torch.arange(length)]
+        for block in blocks:
+            entries += 1
+            seen = K[: int(block[-1]) + 1]
+            for h in range(heads):
+                g_q, g_k = Q[block, h].T @ Q[block, h], seen[:, h].T @ seen[:, h]
+                E[h] += g_q * g_k
+                H[h] += g_q @ g_k
+                kron[h] += torch.einsum("ij,kl->ijkl", g_k, g_q)
+    assert (grams.samples, grams.entries, grams.tokens) == (5, entries, sum(lengths))
+    index = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
+    for h in range(heads):
+        head = grams.head(h)
+        torch.testing.assert_close(head.energy(), E[h])
+        torch.testing.assert_close(head.cross(), H[h])
+        packed = torch.stack([torch.stack([kron[h][*i, *j] for j in index]) for i in index])
+        torch.testing.assert_close(head.kron_of(torch.arange(d)), packed)
+
+
+def test_the_blocks_of_a_causal_sample_cover_every_visible_pair_once() -> None:
+    """With as many blocks as tokens the energy is that of the causal logits; blocks lie between that and all."""
+    q, k = torch.randn(2, 1, CAUSAL_BLOCKS, 3, dtype=torch.float64)
+    grams = Grams(1, 3)
+    grams.update(q, k, causal=True)
+    logits = q[0] @ k[0].T
+    torch.testing.assert_close(grams.head(0).energy().sum(), logits.tril().square().sum())
+
+
+def test_sums_of_keys_and_their_number_are_kept_per_entry() -> None:
+    (q, mask), (k, _) = padded([4, 9], 3, "right"), padded([4, 9], 3, "right")
+    grams = Grams(1, 3)
+    grams.update(q, k, q_mask=mask, k_mask=mask)
+    state = grams.state()
+    assert state["keys"].tolist() == [4, 9]
+    torch.testing.assert_close(state["key_sum"][1, 0], k[1, :9].sum(0))
+    again = Grams.from_state(1, 3, state)
+    assert (again.samples, again.entries, again.tokens) == (2, 2, 13)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_are_chosen_among_the_real_ones_whatever_the_padding(side: str) -> None:
+    lengths = [30, 4, 17, 9]
+    x, mask = padded(lengths, 2, side)
+    chosen = choose_tokens(x, 7, 100, mask)
+    alone = [x[b][mask[b]][None] for b in range(4)]
+    parts = [choose_tokens(sample, 7, 100 + b) for b, sample in enumerate(alone)]
+    expected = torch.cat([sample[0] if part is None else part for part, sample in zip(parts, alone, strict=True)])
+    assert torch.equal(chosen, expected)
+    assert len(chosen) == 7 + 4 + 7 + 7
+    assert choose_tokens(x, 30, 100, mask) is None
+    assert torch.equal(real_tokens(x, mask), torch.cat([sample[0] for sample in alone]))

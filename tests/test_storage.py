@@ -17,7 +17,7 @@ from torch import nn
 import corp
 from corp import CorpError, Recipe, Result
 from corp.plan import Plan
-from tests.models import FAMILIES, build, images, vit
+from tests.models import FAMILIES, batches, build, run, vit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*data that was not fitted:corp.errors.CorpWarning")
 NAME = "deit_tiny_patch16_224"
@@ -75,15 +75,15 @@ def _save(result: Result, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("hf-")])
 def test_models_without_a_name_load_into_a_dense_model(family: str, tmp_path: Path) -> None:
-    model, data = build(family), images()
+    model, data = build(family), batches(family)
     result = corp.prune(model, data, Recipe(mlp=0.5, attn=0.5, intercept=True))
     corp.save(result, tmp_path / "model")
     with pytest.raises(CorpError, match=r"corp\.load\(path, base=model\)"):
         corp.load(tmp_path / "model")
     loaded = corp.load(tmp_path / "model", base=build(family))
-    assert torch.equal(loaded(data[0]), result.model(data[0]))
+    assert torch.equal(run(loaded, data[0]), run(result.model, data[0]))
 
 
 def test_unusual_arguments_are_noticed_when_saving(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from corp.sites import AttentionSite, MLPSite, Site, Sites
 from corp.stages import stage
 from corp.stats import Statistics
 from corp.surgery.attention import shrink_attention
-from corp.surgery.linear import linear_at, shrink_mlp
+from corp.surgery.linear import projection_at, shrink_mlp
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
@@ -132,7 +132,7 @@ def shrink(model: nn.Module, plan: Plan) -> None:
     """Give `model` (in place) the shapes of the plan, without compensation: the frame that saved weights go into."""
     for site, site_plan in match(find_sites(model), plan):
         if isinstance(site, MLPSite):
-            bias = site_plan.intercept or linear_at(model, site.down).bias is not None
+            bias = site_plan.intercept or projection_at(model, site.down).bias is not None
             shrink_mlp(model, site, site_plan.indices()[0], None, bias=bias)
         else:
             shrink_attention(model, site, site_plan.indices(), None)
@@ -202,8 +202,8 @@ def wanted_sites(sites: Sites, recipe: Recipe) -> list[Site]:
 
 def _plan_site(model: nn.Module, site: Site, stats: Statistics, recipe: Recipe) -> SitePlan:
     if isinstance(site, MLPSite):
-        down = linear_at(model, site.down)
-        W = down.weight.detach().cpu().double()
+        down = projection_at(model, site.down)
+        W = down.weight.cpu().double()
         return plan_mlp(site, W, down.bias is not None, stats.moments_of(site.name), recipe)
     return plan_attention(site, stats.grams_of(site.name), recipe)
 
@@ -212,9 +212,9 @@ def _apply_site(model: nn.Module, site: Site, stats: Statistics, site_plan: Site
     kept = site_plan.indices()
     pruned = [split(site.width, group) for group in kept]
     if isinstance(site, MLPSite):
-        down = linear_at(model, site.down)
-        W = down.weight.detach().cpu().double()
-        b = W.new_zeros(len(W)) if down.bias is None else down.bias.detach().cpu().double()
+        down = projection_at(model, site.down)
+        W = down.weight.cpu().double()
+        b = W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
         mean, cov = moments_for_fit(stats.moments_of(site.name).all, site_plan.intercept)
         fit = fit_mlp(mean, cov, kept[0], pruned[0], recipe.compensate, recipe.ridge)
         folded = affine.fold(W, b, kept[0], pruned[0], fit)

@@ -41,6 +41,7 @@ class Settings:
     checkpoint_seconds   between checkpoints of a run with an output folder
     fresh                start over instead of continuing a killed run
     offload, device      keep the weights on "cpu" or "disk" while layers compute on this device
+    causal               count only logits that a causal mask lets through (in blocks); False counts all, as the paper
     """
 
     tokens: str | int = "auto"
@@ -49,6 +50,7 @@ class Settings:
     fresh: bool = False
     offload: str | None = None
     device: str = "cpu"
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if self.tokens not in ("auto", "all") and (not isinstance(self.tokens, int) or self.tokens < 1):
@@ -186,7 +188,7 @@ class Job:
 
     def _pass(self, group: list[Site], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
         """One pass over the data for the sites of a group; an error on any worker is an error on all."""
-        collector = Collector(group, self.tokens)
+        collector = Collector(group, self.tokens, causal=self.settings.causal)
         samples, problem = 0, None
         try:
             samples = self._feed(collector, checkpoint)
@@ -219,7 +221,7 @@ class Job:
                 for index, start, batch in enumerate_batches(self.batches, wanted):
                     collector.cursor.sample = start
                     collector.cursor.held = index % HOLD_OUT_EVERY == HOLD_OUT_AT
-                    count = size_of(batch)
+                    collector.cursor.size = count = size_of(batch)
                     self._run(batch)
                     samples += count
                     if self.progress:
@@ -233,6 +235,7 @@ class Job:
         if self.workers.world == 1 or not needed:
             return
         for _, _, batch in enumerate_batches(self.batches, lambda i: i == 0):
+            collector.cursor.size = size_of(batch)
             with collector.finding_shifts(self.model):
                 self._run(batch)
             break
@@ -250,6 +253,7 @@ class Job:
         return {
             "weights": self.weights,
             "tokens": tokens,
+            "causal": self.settings.causal,
             "memory": memory,
             "workers": self.workers.world,
             "samples in the data": self.total,

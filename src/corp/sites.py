@@ -13,11 +13,16 @@ from corp.errors import ModelError
 
 @dataclass(frozen=True)
 class Rows:
-    """Output features `start:stop` of the linear layer called `module`."""
+    """Output features `start:stop` of the linear layer called `module`.
+
+    `weight` and `bias` are its parameters' names: nn.MultiheadAttention keeps a linear map as bare parameters.
+    """
 
     module: str
     start: int
     stop: int
+    weight: str = "weight"
+    bias: str = "bias"
 
     @property
     def width(self) -> int:
@@ -25,12 +30,29 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Mask:
+    """Which tokens are real: the `argument` of the forward call of `module`, (B, n); absent or None means all.
+
+    True or 1 marks a real token, or, where `marks_padding`, what is none (torch.nn's convention).
+    """
+
+    module: str
+    argument: str
+    marks_padding: bool = False
+
+
+@dataclass(frozen=True)
 class MLPSite:
-    """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`."""
+    """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`.
+
+    Its tokens come as (B, n, D), or (n, B, D) if not `batch_first`.
+    """
 
     name: str
     up: tuple[Rows, ...]
     down: str
+    mask: Mask | None = None
+    batch_first: bool = True
     kind: ClassVar[str] = "mlp"
 
     @property
@@ -45,6 +67,8 @@ class AttentionSite:
     `build(dense_module, q, k)` makes the narrower attention module around new query and key
     projections: one class of surgery/attention.py per calling convention. `out` is the linear that takes the
     heads' concatenated values, `out_width` of them; its input is remembered too, where it is pointed at.
+    `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
+    keys have masks of their own: in cross-attention they are tokens of different sequences.
     """
 
     name: str
@@ -54,6 +78,9 @@ class AttentionSite:
     build: Callable[..., nn.Module]
     out: str | None = None
     out_width: int = 0
+    q_mask: Mask | None = None
+    k_mask: Mask | None = None
+    causal: bool | None = False
     kind: ClassVar[str] = "attn"
 
     @property

@@ -77,8 +77,25 @@ def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
         model = rebuild(manifest["base"], folder)  # buffers that are not saved have to be computed
         _shrink_all(model, plans)
     set_history(model, plans)
-    model.load_state_dict(tensors, assign=True)
+    _assign(model, tensors)
     return model.eval()
+
+
+def _assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load by assignment, which keeps the file's dtypes but unties what the model shares: tie it again."""
+    tied = tied_names(model)
+    whole = {name: tensors[tied.get(name, name)] for name in model.state_dict()}
+    model.load_state_dict(whole, assign=True)
+    for name, first in tied.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are the same as one named earlier (tied embeddings), and that name."""
+    first: dict[int, str] = {}
+    names = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
+    return {name: original for name, original in names if name != original}
 
 
 def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
@@ -122,8 +139,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the file, after names, shapes and dtypes were found to be those of `model`."""
-    expected = model.state_dict()
+    """The tensors of the file, after names, shapes and dtypes were found to be those of `model`; tied ones once."""
+    tied = tied_names(model)
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
@@ -145,10 +163,13 @@ def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with every tensor in memory of its own, as safetensors wants it."""
+    """The state dict, tied parameters once, with every tensor in memory of its own, as safetensors wants it."""
     seen: set[int] = set()
     state = {}
+    tied = tied_names(model)
     for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
         shared = tensor.data_ptr() in seen
         seen.add(tensor.data_ptr())
         state[name] = tensor.detach().cpu().contiguous().clone() if shared else tensor.detach().cpu().contiguous()
@@ -185,8 +206,14 @@ def structure(model: nn.Module) -> dict[str, Any]:
         name: (type(module).__qualname__, {k: v for k, v in vars(module).items() if _plain(k, v)})
         for name, module in model.named_modules()
     }
-    return {"modules": modules, "shapes": {name: tuple(t.shape) for name, t in model.state_dict().items()}}
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    return {"modules": modules, "shapes": shapes, "tied": tied_names(model)}
 
 
 def _plain(name: str, value: object) -> bool:
-    return name != "training" and not name.startswith("_") and isinstance(value, int | float | str | tuple | None)
+    # name_or_path is where a transformers model lay, not what it computes.
+    return (
+        name not in ("training", "name_or_path")
+        and not name.startswith("_")
+        and isinstance(value, int | float | str | tuple | None)
+    )

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from corp.errors import CorpError, ModelError
-from corp.sites import AttentionSite, MLPSite, Refusal, Rows, Site, Sites
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites
 
 Finding: TypeAlias = Site | Refusal
 Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
@@ -31,7 +31,11 @@ class Adapter:
 
 
 _registered: dict[str, Adapter] = {}
-_built_in = {"timm": "corp.adapters.timm_vit"}  # package of the model's class -> module with its ADAPTER
+_built_in = {  # package of the model's class -> module with its ADAPTER
+    "timm": "corp.adapters.timm_vit",
+    "transformers": "corp.adapters.hf",
+    **dict.fromkeys(("torch", "torchvision", "open_clip", "clip"), "corp.adapters.torch_attention"),
+}
 
 
 def register_adapter(
@@ -94,7 +98,8 @@ def find_sites(model: nn.Module) -> Sites:
     if not names:
         raise ModelError(
             f"no adapter knows {type(model).__module__}.{type(model).__qualname__}; built in: timm's vision "
-            "transformers. For another model register one with corp.register_adapter(name, find)"
+            "transformers, transformers' OPT, GPT-2, BERT, ViT, CLIP, Whisper and their kin, and "
+            "nn.MultiheadAttention. For another model register one with corp.register_adapter(name, find)"
         )
     return _sites(found, names)
 
@@ -121,12 +126,20 @@ def _prefixed(finding: Finding, prefix: str) -> Finding:
         return finding
 
     def at(rows: Rows) -> Rows:
-        return replace(rows, module=f"{prefix}.{rows.module}")
+        return replace(rows, module=under(rows.module))
 
-    name = f"{prefix}.{finding.name}"
+    def told(mask: Mask | None) -> Mask | None:
+        return None if mask is None else replace(mask, module=under(mask.module))
+
+    def under(name: str) -> str:
+        return f"{prefix}.{name}" if name else prefix
+
+    name = under(finding.name)
     if isinstance(finding, MLPSite):
-        return replace(finding, name=name, up=tuple(map(at, finding.up)), down=f"{prefix}.{finding.down}")
+        up = tuple(map(at, finding.up))
+        return replace(finding, name=name, up=up, down=under(finding.down), mask=told(finding.mask))
     if isinstance(finding, AttentionSite):
-        out = None if finding.out is None else f"{prefix}.{finding.out}"
-        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), out=out)
+        out = None if finding.out is None else under(finding.out)
+        q_mask, k_mask = told(finding.q_mask), told(finding.k_mask)
+        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), out=out, q_mask=q_mask, k_mask=k_mask)
     return replace(finding, name=name)

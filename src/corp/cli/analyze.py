@@ -32,12 +32,16 @@ def analyze(
         Path | None, typer.Option("--out", "-o", help="Folder for a picture, a CSV and a JSON file.")
     ] = None,
     weights: o.Weights = None,
-    samples: o.Samples = 1000,
+    samples: o.MaybeSamples = None,
     tokens: o.Tokens = "auto",
+    text_field: o.TextField = "text",
+    seq_len: o.SeqLen = None,
+    pack: o.Pack = None,
+    tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
-    batch_size: o.BatchSize = 32,
+    batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
+    dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
     max_bad: o.MaxBad = 0.05,
     overwrite: o.Overwrite = False,
@@ -48,7 +52,8 @@ def analyze(
         import matplotlib as _  # noqa: F401  (missing: said before the data pass, not after it)
 
         refuse_existing(out, overwrite=overwrite)
-    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
+    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, 1000)
     sites, found = _statistics(source, stats, o.make_settings(tokens, memory))
     with progress("analysing", len(sites), "sites") as advance:
         analysis = measure(sites, found, advance)

@@ -11,13 +11,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import nn
 
 from corp import storage
 from corp.adapters.registry import find_sites
 from corp.api import history
+from corp.batches import run
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
+from corp.cli.models import CAUSAL, ENCODER, kind_of
 from corp.errors import CorpError, CorpWarning, ModelError
 from corp.measure import timing
 from corp.measure.footprint import Sizes, measure_sizes
@@ -26,6 +28,7 @@ from corp.sites import Site
 SIZES = ("model", "parameters", "MACs", "on disk", "peak memory", "latency p50", "p95", "throughput")
 GAINS = ("against {}", "latency", "95 % interval", "throughput", "95 % interval", "ideal", "reached")
 TILES = {"mlp": ("mlp", 64), "attn": ("head", 8)}  # per kind: its name in --round-to, the width kernels take whole
+SEQ_LEN = 512  # tokens per sequence where nobody says how many
 LATENCY_CALLS = 5  # per round: a percentile wants more calls than a median of rounds does
 
 
@@ -45,19 +48,29 @@ class Measured:
     name: str
     sizes: Sizes
     times: timing.Times
+    tokens: int | None = None  # per sample, of texts
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, **self.sizes.to_dict(), **self.times.to_dict()}
+        found = {"name": self.name, **self.sizes.to_dict(), **self.times.to_dict()}
+        return found if self.tokens is None else {**found, "tokens_per_second": self.tokens / self.times.together}
 
 
 @command
 def bench(
-    models: Annotated[list[str], typer.Argument(help="Saved folders or timm names; the first is the baseline.")],
+    models: Annotated[
+        list[str], typer.Argument(help="Saved folders, timm names or hf:FOLDERs; the first is the baseline.")
+    ],
     batch: Annotated[int, typer.Option(help="Samples per forward pass for throughput and memory.", min=1)] = 32,
     rounds: Annotated[int, typer.Option(help="Rounds; each times every model.", min=timing.MIN_ROUNDS)] = 20,
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as torch chooses.", min=0)] = 0,
     input: Annotated[
         str | None, typer.Option(help="Shape of one sample, e.g. 3x224x224; default: the model's.")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per sequence, for models that take texts.", min=1, show_default="512, or the context"
+        ),
     ] = None,
     device: o.Device = "auto",
     dtype: o.Dtype = "float32",
@@ -68,7 +81,9 @@ def bench(
     Weights do not change the time: timm names and dense bases are built with random ones, nothing is downloaded.
     """
     contenders = [_placed(contender, device, dtype) for contender in gather(models)]
-    shape = common_shape(contenders, input)
+    if seq_len is not None and input is not None:
+        raise ModelError("--seq-len and --input both say what goes in; give one")
+    shape = common_shape(contenders, input if seq_len is None else str(seq_len))
     with _threads(threads), torch.inference_mode():
         measured = measure(contenders, shape, batch, rounds)
         used = torch.get_num_threads()
@@ -90,7 +105,7 @@ def bench(
 
 def gather(names: list[str]) -> list[Contender]:
     """The models by name; before a lone pruned folder goes its dense base."""
-    if len(names) == 1 and Path(names[0]).is_dir():
+    if len(names) == 1 and (Path(names[0]) / storage.MANIFEST).is_file():
         folder = Path(names[0])
         try:
             base = storage.rebuild(storage.read_manifest(folder)["base"], folder)
@@ -133,6 +148,12 @@ def common_shape(contenders: list[Contender], given: str | None) -> tuple[int, .
 def sample_shape(contender: Contender) -> tuple[int, ...]:
     """What the model's patch embedding was built for, else what its configuration says."""
     model: Any = contender.model
+    if takes_texts(model):
+        from corp.adapters import hf_models
+
+        return (min(SEQ_LEN, hf_models.context_length(model) or SEQ_LEN),)
+    if isinstance(size := getattr(getattr(model, "config", None), "image_size", None), int):
+        return (int(getattr(model.config, "num_channels", 3)), size, size)
     patches: Any = getattr(model, "patch_embed", None)
     if patches is not None and getattr(patches, "img_size", None) is not None:
         return (int(patches.proj.in_channels), *map(int, patches.img_size))
@@ -140,6 +161,10 @@ def sample_shape(contender: Contender) -> tuple[int, ...]:
     if size is None:
         raise ModelError(f"{contender.name} does not say what it takes; give it with --input, e.g. --input 3x224x224")
     return tuple(map(int, size))
+
+
+def takes_texts(model: nn.Module) -> bool:
+    return kind_of(model) in (CAUSAL, ENCODER)
 
 
 def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rounds: int) -> list[Measured]:
@@ -156,26 +181,35 @@ def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rou
         RuntimeError,
         AssertionError,
         TypeError,
-    ) as error:  # what torch and timm raise for an input that does not fit
+        IndexError,
+    ) as error:  # what torch and the libraries raise for an input that does not fit
         first = str(error).splitlines()[0]
         raise ModelError(
             f"a forward pass over {batch} samples of {'x'.join(map(str, shape))} failed: {first}"
         ) from error
     found = zip(contenders, sizes, single, batched, strict=True)
-    return [Measured(c.name, size, timing.Times(batch, one, many)) for c, size, one, many in found]
+    tokens = shape[0] if takes_texts(contenders[0].model) else None
+    return [Measured(c.name, size, timing.Times(batch, one, many), tokens) for c, size, one, many in found]
 
 
-def _random(contender: Contender, shape: tuple[int, ...]) -> Tensor:
-    first = next(contender.model.parameters())
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(first)
+def _random(contender: Contender, shape: tuple[int, ...]) -> Any:
+    model: Any = contender.model
+    first, generator = next(model.parameters()), torch.Generator().manual_seed(0)
+    if not takes_texts(model):
+        return torch.randn(shape, generator=generator).to(first)
+    if len(shape) != 2:
+        raise ModelError(f"{contender.name} takes texts: give the tokens per sequence with --seq-len")
+    ids = torch.randint(int(model.config.vocab_size), shape, generator=generator).to(first.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def _call(model: nn.Module, x: Tensor) -> Callable[[], object]:
+def _call(model: nn.Module, x: Any) -> Callable[[], object]:
     """One forward pass, over when its result is there and not when it was asked for."""
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(x.device.type, lambda: None)
+    device = next(model.parameters()).device.type
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device, lambda: None)
 
     def call() -> None:
-        model(x)
+        run(model, x)
         wait()
 
     return call
@@ -252,7 +286,9 @@ def _size_row(measured: Measured) -> list[str]:
         *cells,
         f"{1e3 * latency.p50:.2f} ms",
         f"{1e3 * latency.p95:.2f} ms",
-        f"{1 / times.together:.1f} /s",
+        f"{1 / times.together:.1f} /s"
+        if measured.tokens is None
+        else f"{measured.tokens / times.together:.0f} tokens/s",
     ]
 
 

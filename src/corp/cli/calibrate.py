@@ -19,13 +19,17 @@ def calibrate(
     calib: o.Calib,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of statistics to write; it must not exist.")],
     weights: o.Weights = None,
-    samples: o.Samples = 4000,
+    samples: o.MaybeSamples = None,
     tokens: o.Tokens = "auto",
+    text_field: o.TextField = "text",
+    seq_len: o.SeqLen = None,
+    pack: o.Pack = None,
+    tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
     offload: o.Offload = None,
-    batch_size: o.BatchSize = 32,
+    batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
+    dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
     max_bad: o.MaxBad = 0.05,
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between checkpoints.", min=0.0)] = 120.0,
@@ -39,7 +43,8 @@ def calibrate(
     """
     refuse_existing(out, overwrite=False)
     settings = o.make_settings(tokens, memory, checkpoint_every, fresh, offload, device)
-    source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad)
+    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
+    source = o.Source(model, weights, calib, samples, batch_size, device, dtype, seed, max_bad, text)
     with workers.launched() as group:
         _, stats = o.calibrated(source, settings=settings, out=out, quiet=group.rank > 0)
         if group.rank > 0:

@@ -1,195 +1,96 @@
-"""corp eval: accuracy, agreement with the dense model and features, of several models in one pass over the data."""
+"""corp eval: what several models do on the same data, side by side: images or texts, whichever they take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from torch import nn
 
-from corp.api import placement
+from corp.cli import eval_images, eval_text
 from corp.cli import options as o
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import command, show_json
+from corp.cli.models import IMAGE, kind_of
+from corp.cli.sources import refuse_other
 from corp.errors import DataError, ModelError
-from corp.evaluate.classify import Score
-from corp.evaluate.features import FINAL, Features
-from corp.evaluate.intervals import Interval
-from corp.evaluate.run import Contender, side_by_side
-from corp.measure.cost import count_params
-
-if TYPE_CHECKING:
-    from corp.data.images import ImageBatches
-
-ALONE, COMPARED = ("top1", "top5"), ("top1_difference", "agreement", "kl")
-COLUMNS = ("model", "params", "top-1 %", "top-5 %", "top-1 − dense", "agreement %", "KL from dense")
-
-
-@dataclass
-class Row:
-    """A model, under the name it was given, and what is measured of it."""
-
-    name: str
-    model: nn.Module
-    score: Score | None
-    features: Features | None
-
-    def measured(self) -> dict[str, Interval | None]:
-        """The numbers; of the dense model itself only its accuracy: that it agrees with itself is no news."""
-        intervals = self.score.intervals() if self.score else {}
-        known = ALONE if self.features is None else (*ALONE, *COMPARED)
-        return {name: intervals.get(name) if name in known else None for name in (*ALONE, *COMPARED)}
-
-    def to_dict(self) -> dict[str, Any]:
-        numbers = {name: interval and interval.to_dict() for name, interval in self.measured().items()}
-        parts = self.features.parts if self.features else {}
-        likeness = {part: {"cosine": x.cosine, "relative_error": x.relative_error} for part, x in parts.items()}
-        final, unlike = likeness.pop(FINAL, None), self.features.unlike if self.features else {}
-        features = {"final": final, "blocks": likeness, "not_compared": unlike} if self.features else None
-        return {"model": self.name, "params": count_params(self.model), **numbers, "features": features}
 
 
 @command
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="timm names or folders that corp saved.", show_default=False)],
-    data: Annotated[list[Path], typer.Option(help="Folder of images; may be given several times.")],
+    models: Annotated[
+        list[str], typer.Argument(help="timm names, hf:FOLDERs or folders that corp saved.", show_default=False)
+    ],
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Folder of images, or texts; may be given several times.")
+    ] = None,
     dense: Annotated[str | None, typer.Option(help="The model to compare with; default: the first of several.")] = None,
     weights: Annotated[Path | None, typer.Option(help="Weights file of the dense model (else of the first).")] = None,
     labels: Annotated[
-        str | None, typer.Option(help="CSV of file,label; none: no labels. Default: sub-folders or synset ids.")
+        str | None, typer.Option(help="Images: CSV of file,label; none: no labels. Default: sub-folders or synset ids.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="How many of the images, drawn by --seed.", min=1)] = None,
-    batch_size: o.BatchSize = 32,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="How many images, documents or packed sequences, drawn by --seed.", min=1, show_default="all"
+        ),
+    ] = None,
+    text_field: o.TextField = "text",
+    seq_len: o.SeqLen = None,
+    tokenizer: o.Tokenizer = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Perplexity: tokens from one window to the next.", min=1, show_default="no overlap"),
+    ] = None,
+    per_document: Annotated[
+        bool, typer.Option("--per-document", help="Perplexity: every document by itself, behind BOS.")
+    ] = False,
+    sts: Annotated[Path | None, typer.Option(help="Encoders: table of scored sentence pairs (STS-B).")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Language models: tasks of lm-eval, with commas.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Examples per task of --tasks.", min=1)] = None,
+    batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
-    seed: Annotated[int, typer.Option(help="Draws the images where --samples is given.")] = 0,
+    dtype: o.Dtype = "auto",
+    seed: Annotated[int, typer.Option(help="Draws the samples where --samples is given.")] = 0,
     max_bad: o.MaxBad = 0.05,
     json: o.Json = False,
 ) -> None:
-    """Measure MODELS on images: accuracy where there are labels, closeness to the dense model where there is one."""
-    from corp.data.images import ImageBatches, choose, list_images
-    from corp.data.labels import LabelledBatches
-
-    paths = choose(list_images(data), samples, seed)
-    rows, reference = _rows(models, dense, weights, device, dtype)
-    found = _labels(labels, data, rows)
-    if found is None and reference is None:
-        raise DataError(f"nothing to measure: {models[0]} has neither labels nor another model to go by; give --dense")
-    images = ImageBatches(paths, _preprocessing(rows), batch_size=batch_size, max_bad=max_bad)
-    _measure(rows, reference, images if found is None else LabelledBatches(images, found), images)
-    content = {
-        "data": {"folders": [str(folder) for folder in data], "images": images.samples - len(images.bad)},
-        "skipped": [str(path) for path, _ in images.bad],
-        "seed": seed,
-        "labelled": found is not None,
-        "dense": reference and reference.name,
-        "models": [row.to_dict() for row in rows],
-    }
-    if json:
-        show_json(content)
-    else:
-        _show(content, rows)
-
-
-def _rows(
-    models: list[str], dense: str | None, weights: Path | None, device: str, dtype: str
-) -> tuple[list[Row], Row | None]:
-    """Every model once, the one to compare with first; alone and without --dense, a model is compared with nothing."""
-    names = list(dict.fromkeys([dense, *models] if dense else models))
-    loaded = [o.place(o.load_model(n, None if i else weights), device, dtype) for i, n in enumerate(names)]
-    classes = {name: _classes(model) for name, model in zip(names, loaded, strict=True)}
-    if len(set(classes.values())) > 1:
-        counts = ", ".join(f"{name} {count}" for name, count in classes.items())
-        raise ModelError(f"the models do not tell the same number of classes apart ({counts}); evaluate them apart")
-    if 0 in classes.values():
-        note("without a classifier only features are compared")
-    rows = [
-        Row(name, model, None if _classes(model) == 0 else Score(), Features() if i else None)
-        for i, (name, model) in enumerate(zip(names, loaded, strict=True))
-    ]
-    return rows, rows[0] if len(rows) > 1 else None
-
-
-def _classes(model: nn.Module) -> int | None:
-    count = getattr(model, "num_classes", None)
-    return count if isinstance(count, int) else None
-
-
-def _labels(labels: str | None, folders: list[Path], rows: list[Row]) -> dict[Path, int] | None:
-    from corp.data.labels import find_labels, read_labels
-
-    classes = _classes(rows[0].model)
-    if labels == "none":
-        return None
+    """Measure MODELS: accuracy on images, perplexity on texts, and closeness to the dense model where there is one."""
+    loaded = load_all([dense, *models] if dense else models, weights, device, dtype)
+    kind = common_kind(loaded)
+    if kind == IMAGE:
+        _refuse_text_options(stride, per_document, sts, tasks)
+        if not data:
+            raise DataError("no data: give a folder of images with --data")
+        content, images = eval_images.evaluate_images(loaded, data, labels, samples, batch_size, seed, max_bad)
+        show_json(content) if json else eval_images.show_images(content, images)
+        return
     if labels is not None:
-        if classes == 0:
-            raise DataError(f"{rows[0].name} has no classifier, so --labels cannot be used; give --labels none")
-        return read_labels(Path(labels), folders)
-    found = None if classes == 0 else find_labels(folders, classes)
-    if found is None and classes != 0:
-        note(f"no accuracy: no {classes} sub-folders or synset ids name the classes (--labels FILE.csv does)")
-    return found
+        raise DataError("--labels are for images; texts have none here")
+    wanted = tuple(task.strip() for task in tasks.split(",") if task.strip()) if tasks else ()
+    text = o.TextOptions(text_field, seq_len, None, tokenizer)
+    options = eval_text.Options(data or [], samples, batch_size, seed, text, stride, per_document, sts, wanted, limit)
+    content, rows = eval_text.evaluate_texts(loaded, options)
+    show_json(content) if json else eval_text.show_texts(content, rows)
 
 
-def _preprocessing(rows: list[Row]) -> Any:
-    """The one transform of all the models: they share a pass over the data."""
-    from corp.adapters import timm_models
-
-    transforms = [timm_models.preprocessing(row.model) for row in rows]
-    for row, transform in zip(rows, transforms, strict=True):
-        if _line(transform) != _line(transforms[0]):
-            raise ModelError(
-                f"{row.name} wants its images prepared otherwise than {rows[0].name} "
-                f"({_line(transform)} against {_line(transforms[0])}); evaluate them apart"
-            )
-    return transforms[0]
+def load_all(names: list[str], weights: Path | None, device: str, dtype: str) -> dict[str, nn.Module]:
+    """Every model once, by name; the first is the one that the others are compared with."""
+    unique = list(dict.fromkeys(names))
+    return {n: o.place(o.load_model(n, None if i else weights), device, dtype) for i, n in enumerate(unique)}
 
 
-def _line(transform: Any) -> str:
-    # A size that went through JSON is a list, otherwise a tuple: the same size.
-    return " ".join(str(transform).translate(str.maketrans("[]", "()")).split())
+def common_kind(loaded: dict[str, nn.Module]) -> str:
+    kinds = {name: kind_of(model) for name, model in loaded.items()}
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        raise ModelError(f"these models take different data: {told}; evaluate them apart")
+    refuse_other(next(iter(kinds.values())), next(iter(loaded.values())))
+    return next(iter(kinds.values()))
 
 
-def _measure(rows: list[Row], reference: Row | None, batches: Iterable[Any], images: ImageBatches) -> None:
-    contenders = [Contender(row.model, row.score, row.features) for row in rows]
-    with progress(f"evaluating on {placement(rows[0].model)[0]}", images.samples, "images") as advance:
-        side_by_side(reference.model if reference else None, contenders, batches, advance)
-    for path, reason in images.bad:
-        note(f"skipped {path}: {reason}")
-    for row in rows:
-        if row.features and row.features.unlike:
-            part, reason = next(iter(row.features.unlike.items()))
-            note(f"{row.name}: {len(row.features.unlike)} part(s) cannot be compared, such as {part}: {reason}")
-
-
-def _show(content: dict[str, Any], rows: list[Row]) -> None:
-    show_table(f"{content['data']['images']} images, 95 % intervals", COLUMNS, [_cells(row) for row in rows])
-    compared = [row for row in rows if row.features and row.features.parts]
-    if compared:
-        parts = list(dict.fromkeys(part for row in compared if row.features for part in row.features.ordered()))
-        lines = [[part, *(_likeness(row, part) for row in compared)] for part in parts]
-        show_table("features against dense: cosine / relative error", ["output of", *(r.name for r in compared)], lines)
-
-
-def _cells(row: Row) -> list[str]:
-    *shares, kl = row.measured().values()
-    return [row.name, f"{count_params(row.model) / 1e6:.3f} M", *map(_percent, shares), _plus_minus(kl)]
-
-
-def _percent(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.high is None:
-        return "–"
-    return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-
-
-def _plus_minus(interval: Interval | None) -> str:
-    if interval is None:
-        return "–"
-    return f"{interval.value:.4f}" + ("" if interval.high is None else f" ± {interval.high - interval.value:.4f}")
-
-
-def _likeness(row: Row, part: str) -> str:
-    likeness = row.features.parts.get(part) if row.features else None
-    return f"{likeness.cosine:.4f} / {likeness.relative_error:.4f}" if likeness else "–"
+def _refuse_text_options(stride: int | None, per_document: bool, sts: Path | None, tasks: str | None) -> None:
+    given = {"--stride": stride, "--per-document": per_document, "--sts": sts, "--tasks": tasks}
+    for name, value in given.items():
+        if value:
+            raise DataError(f"{name} is for texts; these models take images")

@@ -2,49 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import nn
 
-from corp import storage
 from corp.adapters.registry import find_sites
 from corp.api import calibrate, placement, wanted_sites
 from corp.calibration import Settings
 from corp.cli.console import note, progress
-from corp.errors import DataError, ModelError, RecipeError
+from corp.cli.models import chosen_device as chosen_device
+from corp.cli.models import load_model as load_model
+from corp.cli.models import place as place
+from corp.cli.models import without_cache
+from corp.cli.sources import Source as Source
+from corp.cli.sources import TextOptions as TextOptions
+from corp.cli.sources import calibration_batches
+from corp.cli.sources import image_batches as image_batches
+from corp.errors import DataError, RecipeError
 from corp.recipe import PRESETS, RANKINGS, Recipe
 from corp.stats import Statistics
 from corp.stats.memory import parse_bytes
 from corp.version import __version__
 
-if TYPE_CHECKING:
-    from corp.data.images import ImageBatches
-
-ModelArg = Annotated[str, typer.Argument(help="A timm model name, or a folder that corp saved.", show_default=False)]
+ModelArg = Annotated[
+    str,
+    typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.", show_default=False),
+]
 Weights = Annotated[
     Path | None, typer.Option(help="Weights file: .safetensors, or .pth (weights only). Default: timm's pretrained.")
 ]
-Calib = Annotated[
-    list[Path], typer.Option(help="Folder of unlabelled images, any nesting; may be given several times.")
-]
-MaybeCalib = Annotated[
-    list[Path] | None, typer.Option(help="Folder of unlabelled images, any nesting; may be given several times.")
-]
+_CALIB = (
+    "Folder of unlabelled images, or file or folder of texts "
+    "(.txt, .jsonl, .csv, .tsv, .parquet, a datasets folder); may be given several times."
+)
+Calib = Annotated[list[Path], typer.Option(help=_CALIB)]
+MaybeCalib = Annotated[list[Path] | None, typer.Option(help=_CALIB)]
 Stats = Annotated[Path | None, typer.Option(help="Statistics of an earlier corp calibrate, instead of --calib.")]
 Tokens = Annotated[
-    str, typer.Option(help="Tokens per image for the MLPs: auto (enough for a stable fit), all, or a number.")
+    str, typer.Option(help="Tokens per sample for the MLPs: auto (enough for a stable fit), all, or a number.")
 ]
 Memory = Annotated[str | None, typer.Option(help="Memory for the statistics, e.g. 4GB; more passes if they need more.")]
 Offload = Annotated[str | None, typer.Option(help="Keep the weights on cpu or disk; layers visit the device.")]
 Samples = Annotated[int, typer.Option(help="How many of the images to use, drawn by --seed.", min=1)]
+MaybeSamples = Annotated[
+    int | None,
+    typer.Option(
+        help="How many images or sequences to use, drawn by --seed.",
+        min=1,
+        show_default="4000 images or documents, 128 packed sequences",
+    ),
+]
 BatchSize = Annotated[int, typer.Option(help="Images per forward pass.", min=1)]
+MaybeBatchSize = Annotated[
+    int | None,
+    typer.Option(help="Samples per forward pass.", min=1, show_default="32 images, or 8192 tokens"),
+]
+TextField = Annotated[str, typer.Option(help="Key, column or column number (from 1) of the text in a record.")]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(help="Tokens per sequence.", min=2, show_default="2048, or the model's context if shorter"),
+]
+Pack = Annotated[
+    bool | None,
+    typer.Option(
+        "--pack/--no-pack",
+        help="Fill sequences with documents one after the other, or give each its own.",
+        show_default="pack for causal models",
+    ),
+]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder of the tokenizer, where it is not with the model.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16, for the forward pass and the result.")]
-Seed = Annotated[int, typer.Option(help="Draws the calibration images.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="float32, bfloat16 or float16, for the forward pass and the result; auto: the checkpoint's."),
+]
+Seed = Annotated[int, typer.Option(help="Draws the calibration samples.")]
 MaxBad = Annotated[float, typer.Option(help="Share of unreadable images that is tolerated (each is named).")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
@@ -68,23 +103,7 @@ Override = Annotated[
     list[str] | None, typer.Option(help="Other sparsities, e.g. 'blocks.0.*:mlp=0.2,attn=0'; may be repeated.")
 ]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INTERCEPTS: dict[str, bool | str] = {"": "", "auto": "auto", "yes": True, "no": False}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the model and its calibration data come from."""
-
-    model: str
-    weights: Path | None
-    calib: list[Path]
-    samples: int
-    batch_size: int
-    device: str
-    dtype: str
-    seed: int
-    max_bad: float
 
 
 def make_recipe(
@@ -121,35 +140,6 @@ def make_recipe(
     )
 
 
-def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
-    """A folder that corp saved, or a timm model by name."""
-    if Path(name).is_dir():
-        if weights is not None:
-            raise ModelError(f"{name} is a saved folder with its own weights; --weights cannot go with it")
-        return storage.load(name)
-    from corp.adapters import timm_models  # timm is imported only when a timm model is asked for
-
-    if weights is None and pretrained:
-        note(f"{name}: taking timm's pretrained weights (--weights FILE uses a file of yours)")
-    return timm_models.create(name, weights, pretrained=pretrained)
-
-
-def chosen_device(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
-    if dtype not in _DTYPES:
-        raise ModelError(f"--dtype {dtype} is not one of {', '.join(_DTYPES)}")
-    device = chosen_device(device)
-    try:
-        return model.to(torch.device(device), _DTYPES[dtype])
-    except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
-        raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
-
-
 def make_settings(
     tokens: str,
     memory: str | None,
@@ -161,17 +151,6 @@ def make_settings(
     number = _number(tokens, int, "--tokens") if tokens not in ("auto", "all") else tokens
     amount = None if memory is None else parse_bytes(memory)
     return Settings(number, amount, checkpoint_seconds, fresh, offload, chosen_device(device))
-
-
-def image_batches(
-    model: nn.Module, folders: list[Path], samples: int, seed: int, batch_size: int, max_bad: float = 0.05
-) -> ImageBatches:
-    """The images of the folders, drawn by seed, preprocessed as the model wants them."""
-    from corp.adapters import timm_models
-    from corp.data.images import ImageBatches, choose, list_images
-
-    chosen = choose(list_images(folders), samples, seed)
-    return ImageBatches(chosen, timm_models.preprocessing(model), batch_size=batch_size, max_bad=max_bad)
 
 
 def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
@@ -191,35 +170,39 @@ def calibrated(
     out: Path | None = None,
     quiet: bool = False,
 ) -> tuple[nn.Module, Statistics]:
-    """The model, and its statistics over the calibration images; what `recipe` cannot have fails before them."""
+    """The model, and its statistics over the calibration data; what `recipe` cannot have fails before them."""
     if not source.calib:
-        raise DataError("no data: give a folder of images with --calib (or statistics with --stats, where it is taken)")
+        raise DataError("no data: give images or texts with --calib (or statistics with --stats, where it is taken)")
     # An offloaded model stays on the host; its layers visit the device during calibration only.
     home = source.device if settings.offload is None else "cpu"
     model = place(load_model(source.model, source.weights), home, source.dtype)
     if recipe is not None:
         wanted_sites(find_sites(model), recipe)
-    batches = image_batches(model, source.calib, source.samples, source.seed, source.batch_size, source.max_bad)
+    batches = calibration_batches(model, source)
     origin = {
         "model": source.model,
         "data": [str(folder) for folder in source.calib],
         "data fingerprint": batches.fingerprint(),
         "samples": batches.samples,
-        "batch size": source.batch_size,
+        "batch size": batches.batch_size,
         "seed": source.seed,
         "device": str(placement(model)[0]),
-        "dtype": source.dtype,
+        "dtype": str(placement(model)[1]).removeprefix("torch."),
         "preprocessing": batches.describe(),
         "corp": __version__,
         "torch": torch.__version__,
     }
     say = None if quiet else note
-    with progress(f"calibrating on {placement(model)[0]}", batches.samples, "images", quiet=quiet) as advance:
+    with (
+        progress(f"calibrating on {placement(model)[0]}", batches.samples, "samples", quiet=quiet) as advance,
+        without_cache(model),
+    ):
         stats = calibrate(model, batches, progress=advance, settings=settings, out=out, origin=origin, announce=say)
-    for path, reason in batches.bad:
+    bad = getattr(batches, "bad", [])
+    for path, reason in bad:
         note(f"skipped {path}: {reason}")
-    if batches.bad:
-        note(f"{len(batches.bad)} of {batches.samples} images were skipped")
+    if bad:
+        note(f"{len(bad)} of {batches.samples} images were skipped")
     return model, stats
 
 

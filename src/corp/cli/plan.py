@@ -21,8 +21,12 @@ def plan(
     calib: o.MaybeCalib = None,
     stats: o.Stats = None,
     weights: o.Weights = None,
-    samples: o.Samples = 4000,
+    samples: o.MaybeSamples = None,
     tokens: o.Tokens = "auto",
+    text_field: o.TextField = "text",
+    seq_len: o.SeqLen = None,
+    pack: o.Pack = None,
+    tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
     mlp: o.Mlp = None,
     attn: o.Attn = None,
@@ -35,9 +39,9 @@ def plan(
     round_to: o.RoundTo = "1",
     skip: o.Skip = None,
     override: o.Override = None,
-    batch_size: o.BatchSize = 32,
+    batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
+    dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
     max_bad: o.MaxBad = 0.05,
     overwrite: o.Overwrite = False,
@@ -47,7 +51,8 @@ def plan(
     recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
-    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
+    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
     with progress("planning", None, "sites") as advance:
         planned = api.plan(dense, statistics, recipe, progress=advance)

@@ -1,18 +1,22 @@
-"""corp prune: a model and a folder of images in, a smaller model out."""
+"""corp prune: a model and images or texts in, a smaller model out."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from corp import api, storage
 from corp.atomic import refuse_existing
+from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.models import IMAGE, kind_of, save_companions
 from corp.plan import COLUMNS
 from corp.report.tables import TOTALS, Report
 
@@ -24,8 +28,12 @@ def prune(
     calib: o.MaybeCalib = None,
     stats: o.Stats = None,
     weights: o.Weights = None,
-    samples: o.Samples = 4000,
+    samples: o.MaybeSamples = None,
     tokens: o.Tokens = "auto",
+    text_field: o.TextField = "text",
+    seq_len: o.SeqLen = None,
+    pack: o.Pack = None,
+    tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
     mlp: o.Mlp = None,
     attn: o.Attn = None,
@@ -38,28 +46,57 @@ def prune(
     round_to: o.RoundTo = "1",
     skip: o.Skip = None,
     override: o.Override = None,
-    batch_size: o.BatchSize = 32,
+    batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
+    dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
     max_bad: o.MaxBad = 0.05,
+    eval_data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Images or texts to measure on before and after: accuracy, perplexity, closeness."),
+    ] = None,
+    eval_samples: Annotated[
+        int | None, typer.Option(help="How many samples of --eval-data, drawn by --seed.", min=1, show_default="all")
+    ] = None,
     overwrite: o.Overwrite = False,
     json: o.Json = False,
 ) -> None:
-    """Prune MODEL: calibrate on unlabelled images, remove, compensate, save."""
+    """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
     recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
     refuse_existing(out, overwrite=overwrite)
-    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad)
+    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
     with progress("planning", None, "sites") as advance:
         plan = api.plan(dense, statistics, recipe, progress=advance)
     result = api.apply(dense, statistics, plan)
     storage.save(result, out, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]]))
+    save_companions(model, dense, out, tokenizer)
+    content: dict[str, Any] = {}
+    show = None
+    if eval_data:
+        content, show = before_and_after({model: dense, str(out): result.model}, eval_data, eval_samples, source)
     if json:
-        show_json({"output": str(out), **result.report.to_dict()})
-    else:
-        show_report(result.report)
-        note(f"saved to {out}; load it with corp.load({str(out)!r})")
+        show_json({"output": str(out), **result.report.to_dict(), **({"evaluation": content} if content else {})})
+        return
+    show_report(result.report)
+    if show:
+        show()
+    note(f"saved to {out}; load it with corp.load({str(out)!r})")
+
+
+def before_and_after(
+    loaded: dict[str, nn.Module], data: list[Path], samples: int | None, source: o.Source
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """What corp eval says of the two models, and how to show it."""
+    if kind_of(next(iter(loaded.values()))) == IMAGE:
+        content, images = eval_images.evaluate_images(
+            loaded, data, None, samples, source.batch_size, source.seed, source.max_bad
+        )
+        return content, lambda: eval_images.show_images(content, images)
+    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
+    content, rows = eval_text.evaluate_texts(loaded, options)
+    return content, lambda: eval_text.show_texts(content, rows)
 
 
 def show_report(report: Report) -> None:

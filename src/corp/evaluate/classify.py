@@ -95,6 +95,7 @@ class Score:
 
 
 def _logits(output: Any) -> Tensor:
+    output = getattr(output, "logits", output)  # transformers gives a record
     if not isinstance(output, Tensor) or output.dim() != 2:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ModelError(f"a classifier's output is logits of shape (images, classes); this model gives {got}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 FINAL = "final"
-BLOCK = re.compile(r"(^|\.)blocks\.\d+$")
+BLOCK = re.compile(r"(^|\.)(blocks|layers?)\.\d+$")  # of timm, of transformers
 Sink = Callable[[str, Tensor], None]
 
 
@@ -73,14 +73,17 @@ class Features:
 
 @contextmanager
 def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
-    """While inside, every block's output and that of forward_features go to `sink` during the model's own forward.
+    """While inside, every block's output and the final representation go to `sink` during the model's own forward.
 
-    forward_features is recorded rather than called, so that nothing is computed twice and models whose forward does
-    without it simply have no final representation.
+    That is the output of timm's forward_features or of transformers' base_model. It is recorded rather than computed
+    again; models that have neither simply have no final representation.
     """
     handles = [
         module.register_forward_hook(_hook(name, sink)) for name, module in model.named_modules() if BLOCK.search(name)
     ]
+    base = getattr(model, "base_model", None)  # transformers': the model without its head
+    if isinstance(base, nn.Module):
+        handles.append(base.register_forward_hook(_hook(FINAL, sink)))
     before, original = dict(vars(model)), getattr(model, "forward_features", None)
     if callable(original):
         vars(model)["forward_features"] = _recording(original, sink)
@@ -109,6 +112,7 @@ def _recording(function: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
 
 def _offer(name: str, output: Any, sink: Sink) -> None:
     """Some blocks give (features, extras); what is not a tensor of tokens is nobody's representation."""
+    output = getattr(output, "last_hidden_state", output)
     first = output[0] if isinstance(output, tuple) and output else output
     if isinstance(first, Tensor) and first.dim() >= 2:
         sink(name, first)

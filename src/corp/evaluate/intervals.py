@@ -66,3 +66,40 @@ class Mean:
         variance = max(0.0, (self.squares - self.n * mean**2) / (self.n - 1))
         half = Z * sqrt(variance / self.n)
         return Interval(mean, mean - half, mean + half)
+
+
+@dataclass
+class PerToken:
+    """A mean over tokens with an interval over sequences: tokens of one text are alike, no samples of their own.
+
+    The ratio estimator R = sum x / sum n over sequences with x_i in n_i tokens, and its linearised standard error.
+    """
+
+    sequences: int = 0
+    tokens: int = 0
+    total: float = 0.0
+    xx: float = 0.0
+    xn: float = 0.0
+    nn: float = 0.0
+
+    def add(self, sums: Tensor, tokens: Tensor) -> None:
+        """Per sequence (B,): the sum over its tokens, and how many they are; sequences without any do not count."""
+        x, n = sums.cpu().double(), tokens.cpu().double()
+        self.sequences += int((n > 0).sum())
+        self.tokens += int(n.sum())
+        self.total += float(x.sum())
+        self.xx += float((x * x).sum())
+        self.xn += float((x * n).sum())
+        self.nn += float((n * n).sum())
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.tokens
+
+    def interval(self) -> Interval:
+        mean, k = self.mean, self.sequences
+        if k < 2:
+            return Interval(mean, None, None)
+        squares = max(0.0, self.xx - 2 * mean * self.xn + mean**2 * self.nn)  # sum of (x_i - R n_i)^2
+        half = Z * sqrt(squares * k / (k - 1)) / self.tokens
+        return Interval(mean, mean - half, mean + half)

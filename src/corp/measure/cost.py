@@ -23,12 +23,17 @@ def count_params(model: nn.Module) -> int:
 def count_macs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> int:
     """Multiply-accumulates of one forward pass over `batch`.
 
-    torch's counter gives its fused CPU attention kernel zero, so attention is counted unfused, and with its
-    true widths: zero-padding for a faster kernel is not work that the model needs.
+    torch's counter gives its fused CPU attention kernel and nn.TransformerEncoderLayer's fast path zero, so attention
+    is counted unfused, and with its true widths: zero-padding for a faster kernel is not work that the model needs.
     """
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), _frozen(model), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
-        run(model, batch, forward)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), _frozen(model), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
+            run(model, batch, forward)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
     return int(counter.get_total_flops()) // 2
 
 

@@ -38,9 +38,9 @@ class Sizes:
         return {"params": self.params, "macs": self.macs, "disk_bytes": self.disk, "memory_bytes": memory}
 
 
-def measure_sizes(model: nn.Module, sample: Tensor, call: Callable[[], object]) -> Sizes:
-    """MACs of one `sample` (1, ...), memory of `call`, a forward pass over as many as it likes."""
-    macs, peak = count_macs(model, sample), peak_bytes(call, sample.device)
+def measure_sizes(model: nn.Module, sample: Any, call: Callable[[], object]) -> Sizes:
+    """MACs of one `sample` (a batch of 1), memory of `call`, a forward pass over as many as it likes."""
+    macs, peak = count_macs(model, sample), peak_bytes(call, next(model.parameters()).device)
     return Sizes(count_params(model), macs, disk_bytes(model), weight_bytes(model), peak)
 
 

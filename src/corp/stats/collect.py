@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
-from corp.sites import AttentionSite, MLPSite, Site
+from corp.sites import AttentionSite, Mask, MLPSite, Rows, Site
 from corp.stats.grams import Grams
+from corp.stats.masks import Masks, bound, real
 from corp.stats.moments import Moments, shift_of
 from corp.stats.site_sums import AnySums, SiteSums, Sums
 
@@ -26,17 +28,23 @@ class Cursor:
 
     sample: int = 0  # index of the batch's first sample among all
     held: bool = False  # is this batch kept apart?
+    size: int = 1  # samples in the batch
 
 
 @dataclass
 class Collector:
-    """The sums of a set of sites, and how many tokens of a sample each MLP takes (0: all)."""
+    """The sums of a set of sites, and how many tokens of a sample each MLP takes (0: all).
+
+    Padding enters no sum. `causal`: of causal attentions only logits that exist are counted, up to blocks.
+    """
 
     sites: list[Site]
     tokens: dict[str, int]
+    causal: bool = True
 
     def __post_init__(self) -> None:
         self.cursor = Cursor()
+        self.masks = Masks()
         self.sums: dict[str, AnySums] = {site.name: _empty(site) for site in self.sites}
         for site in self.sites:
             if isinstance(site, AttentionSite) and site.out is not None:
@@ -52,48 +60,74 @@ class Collector:
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """While this context is open, every forward pass of `model` adds to the sums."""
-        with _removed_later() as handles:
+        with self._hooks(model) as handles:
             for site in self.sites:
                 if isinstance(site, MLPSite):
-                    handles.append(self._watch_input(model, site.name, site.down))
+                    handles.append(self._watch_input(model, site.name, site))
                     continue
-                handles += self._watch_attention(model, site)
+                watch = self._watch_attention if site.q.weight == "weight" else self._watch_multihead
+                handles += watch(model, site)
                 if site.out is not None:
-                    handles.append(self._watch_input(model, site.out, site.out))
+                    handles.append(self._watch_input(model, site.out, site))
             yield
 
     @contextmanager
     def finding_shifts(self, model: nn.Module) -> Iterator[None]:
         """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
-        with _removed_later() as handles:
+        with self._hooks(model) as handles:
             for site in self.sites:
                 if isinstance(site, MLPSite):
-                    handles.append(_before(model, site.down, self._set_shift(site.name)))
+                    handles.append(self._before(model, site, self._set_shift(site.name)))
                 elif site.out is not None:
-                    handles.append(_before(model, site.out, self._set_shift(site.out)))
+                    handles.append(self._before(model, site, self._set_shift(site.out)))
             yield
 
-    def _watch_input(self, model: nn.Module, name: str, linear: str) -> RemovableHandle:
+    @contextmanager
+    def _hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
+        """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
+        handles = self.masks.watch(model, self.sites)
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield handles
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for handle in handles:
+                handle.remove()
+
+    def _watch_input(self, model: nn.Module, name: str, site: Site) -> RemovableHandle:
         """The input of a linear layer, into the moments called `name`."""
         tokens = self.tokens.get(name, 0)
 
-        def see(x: Tensor) -> None:
+        def see(x: Tensor, mask: Tensor | None) -> None:
             moments = self._current(name, Moments)
             first = self.sums[name].fit
             if moments.shift is None and isinstance(first, Moments) and first.shift is not None:
                 moments.shift = first.shift.clone()  # held-out sums about the fitted ones' shift, alone or with others
-            moments.update(x.reshape(-1, x.shape[-1]), choose_tokens(x, tokens, self.cursor.sample))
+            moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
             _require_finite(moments, name)
 
-        return _before(model, linear, see)
+        return self._before(model, site, see)
 
-    def _set_shift(self, name: str) -> Callable[[Tensor], None]:
-        def see(x: Tensor) -> None:
+    def _set_shift(self, name: str) -> Callable[[Tensor, Tensor | None], None]:
+        def see(x: Tensor, mask: Tensor | None) -> None:
             sums: Any = self.sums[name]
-            sums.fit.shift = shift_of(x.reshape(-1, x.shape[-1]))
+            sums.fit.shift = shift_of(real_tokens(x, mask))
             sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
 
         return see
+
+    def _before(self, model: nn.Module, site: Site, see: Callable[[Tensor, Tensor | None], None]) -> RemovableHandle:
+        """Show the input of the linear that consumes an MLP's channels, or an attention's values, as (B, n, D)."""
+        linear, where = (site.down, site.mask) if isinstance(site, MLPSite) else (site.out, site.q_mask)
+        batch_first = not isinstance(site, MLPSite) or site.batch_first
+
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            mask = self.masks.of(where)
+            x = _as_samples(args[0], mask, self.cursor.size, batch_first=batch_first)
+            see(x, _fitting(mask, x, where))
+
+        return model.get_submodule(str(linear)).register_forward_pre_hook(hook)
 
     def _watch_attention(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """Queries and keys may come out of one projection or of two; the sums need both."""
@@ -104,27 +138,66 @@ class Collector:
                 if rows.module == module:
                     seen[side] = output[..., rows.start : rows.stop]
             if len(seen) == 2:
-                grams = self._current(site.name, Grams)
-                grams.update(_as_batch(seen.pop("q")), _as_batch(seen.pop("k")))
-                _require_finite(grams, site.name)
+                q, k = _as_batch(seen.pop("q")), _as_batch(seen.pop("k"))
+                self._add(site, q, k, self.masks.of(site.q_mask), self.masks.of(site.k_mask), bool(site.causal))
 
         def hook(module: str) -> RemovableHandle:
             return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
 
         return [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
 
+    def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
+        """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""
+        module: Any = model.get_submodule(site.name)
 
-def choose_tokens(x: Tensor, tokens: int, first_sample: int) -> Tensor | None:
-    """(B, n, D) -> (m, D): `tokens` of every sample's, spread evenly, shifted from sample to sample; None means all.
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = bound(module, args, kwargs)
+            query, key = call["query"], call["key"]
+            if query.dim() == 3 and not module.batch_first:
+                query, key = query.transpose(0, 1), key.transpose(0, 1)
+            q, k = (_project(module, rows, _as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
+            k_mask = real(call.get("key_padding_mask"), k.shape[:2], marks_padding=True, what=site.name)
+            q_mask = k_mask if call["query"] is call["key"] else None
+            self._add(site, q, k, q_mask, k_mask, _is_causal(call, q.shape[1], k.shape[1]))
 
-    Which ones depends on the sample's index alone, not on how samples are batched or shared out to workers.
+        return [module.register_forward_pre_hook(before, with_kwargs=True)]
+
+    def _add(
+        self, site: AttentionSite, q: Tensor, k: Tensor, q_mask: Tensor | None, k_mask: Tensor | None, causal: bool
+    ) -> None:
+        q_mask, k_mask = _fitting(q_mask, q, site.q_mask), _fitting(k_mask, k, site.k_mask)
+        grams = self._current(site.name, Grams)
+        grams.update(q, k, q_mask=q_mask, k_mask=k_mask, causal=causal and self.causal)
+        _require_finite(grams, site.name)
+
+
+def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, n, D) -> (N, D) without padding."""
+    return x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
+
+
+def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None = None) -> Tensor | None:
+    """(B, n, D) -> (m, D): `tokens` of every sample's real ones, spread evenly, shifted from sample to sample.
+
+    Which ones depends on the sample and its index alone, not on how samples are batched, padded or shared out to
+    workers. None means all; samples that are shorter than `tokens` give all they have.
     """
-    if x.dim() != 3 or tokens == 0 or tokens >= x.shape[1]:
+    if x.dim() != 3 or tokens == 0:
         return None
     B, n, D = x.shape
+    lengths = torch.full((B, 1), n) if mask is None else mask.sum(1, keepdim=True).cpu()  # (B, 1)
+    if tokens >= int(lengths.max()):
+        return None
     offset = torch.arange(first_sample, first_sample + B, dtype=torch.float64)[:, None] * GOLDEN % 1  # (B, 1)
-    position = (torch.arange(tokens, dtype=torch.float64) + offset) * (n / tokens)  # (B, m), in [0, n)
-    flat = (torch.arange(B)[:, None] * n + position.long().clamp_(max=n - 1)).reshape(-1)
+    position = (torch.arange(tokens, dtype=torch.float64) + offset) * (lengths / tokens)  # (B, m), in [0, length)
+    chosen = torch.minimum(position.long(), lengths - 1)
+    short = lengths <= tokens
+    chosen = torch.where(short, torch.arange(tokens), chosen)
+    valid = ~short | (chosen < lengths)  # (B, m)
+    if mask is not None:  # from a rank among the real tokens to a position in the padded sequence
+        order = mask.cpu().to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        chosen = order.gather(1, chosen.clamp(max=n - 1))
+    flat = (torch.arange(B)[:, None] * n + chosen)[valid]
     return x.reshape(B * n, D)[flat.to(x.device)]
 
 
@@ -134,23 +207,44 @@ def _empty(site: Site) -> AnySums:
     return SiteSums(Grams(site.heads, site.width), Grams(site.heads, site.width))
 
 
-@contextmanager
-def _removed_later() -> Iterator[list[RemovableHandle]]:
-    handles: list[RemovableHandle] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _before(model: nn.Module, linear: str, see: Callable[[Tensor], None]) -> RemovableHandle:
-    return model.get_submodule(linear).register_forward_pre_hook(lambda _m, args: see(args[0]))
-
-
 def _as_batch(x: Tensor) -> Tensor:
     """(B, n, C); an unbatched (n, C) is one sample."""
     return x[None] if x.dim() == 2 else x
+
+
+def _as_samples(x: Tensor, mask: Tensor | None, size: int, *, batch_first: bool) -> Tensor:
+    """Tokens by sample: some models flatten (B, n, D) to (B n, D) before the MLP, some put the sequence first."""
+    if x.dim() == 3:
+        return x if batch_first else x.transpose(0, 1)
+    if x.dim() != 2:
+        return x.reshape(len(x), -1, x.shape[-1])
+    samples = size if mask is None else len(mask)
+    return x.unflatten(0, (samples, -1)) if len(x) % samples == 0 else x[None]
+
+
+def _fitting(mask: Tensor | None, x: Tensor, where: Mask | None) -> Tensor | None:
+    if mask is None or mask.shape == x.shape[:2]:
+        return None if mask is None else mask.to(x.device)
+    argument = where.argument if where else "the mask"
+    raise StatisticsError(
+        f"{argument} has shape {tuple(mask.shape)}, but {tuple(x.shape[:2])} tokens pass by; "
+        "calibrate on whole sequences, without a key-value cache"
+    )
+
+
+def _project(module: nn.Module, rows: Rows, x: Tensor) -> Tensor:
+    bias = getattr(module, rows.bias)
+    part = slice(rows.start, rows.stop)
+    return F.linear(x, getattr(module, rows.weight)[part], None if bias is None else bias[part])
+
+
+def _is_causal(call: dict[str, Any], queries: int, keys: int) -> bool:
+    """Whether a call of nn.MultiheadAttention hides exactly the future."""
+    mask = call.get("attn_mask")
+    if queries != keys or queries == 1 or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
+    return torch.equal(hidden, torch.ones_like(hidden).triu(1))
 
 
 def _require_finite(sums: Moments | Grams, name: str) -> None:

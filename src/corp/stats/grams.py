@@ -1,7 +1,8 @@
-"""Per-sample Gram matrices of queries and keys, of all heads of one attention."""
+"""Gram matrices of queries and keys, per sample (or block of its queries), of all heads of one attention."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,43 +12,82 @@ from corp.errors import StatisticsError
 from corp.numerics.linalg import pack, packed_index, packed_size, unpack
 from corp.stats.moments import sum_device
 
-FOLD_BLOCK = 256  # samples folded at once: one large product instead of many thin ones
+FOLD_BLOCK = 256  # entries folded at once: one large product instead of many thin ones
+# Blocks of queries per sample under a causal mask. Of the logits that b blocks count, 1/(b+1) do not exist: 1/2 without
+# blocks, 1/5 with 4, 1/9 with 8; memory grows with b.
+CAUSAL_BLOCKS = 8
 
 
 class Grams:
-    """g_q = Q^T Q and g_k = K^T K of every sample and head, or the sum of their Kronecker products.
+    """g_q = Q^T Q and g_k = K^T K of every entry and head, or the sum of their Kronecker products.
 
-    Few samples are kept one by one (packed, float32 like the products they are), with the sum of each sample's
-    keys, from which the centred Grams follow. Past the number at which that would be larger than
-    sum_b vech(g_k) vech(g_q)^T, they are folded into that sum (float64). Both hold all that any choice of
-    dimensions needs.
+    An entry is a set of queries and the keys they see: a sample, or under a causal mask a block of its queries with
+    all keys up to the block's end. Few entries are kept one by one (packed, float32 like the products they are), with
+    the number and the sum of each entry's keys, from which the centred Grams follow. Past the number at which that
+    would be larger than sum_b vech(g_k) vech(g_q)^T, they are folded into that sum (float64). Both hold all that any
+    choice of dimensions needs.
     """
 
     def __init__(self, heads: int, width: int) -> None:
         self.heads, self.width = heads, width
         self.samples = 0
-        self.tokens = 0
+        self.tokens = 0  # queries
+        self.entries = 0
         self._q: list[Tensor] = []  # each (b, H, t), t = d(d+1)/2
         self._k: list[Tensor] = []
         self._key_sum: list[Tensor] = []  # each (b, H, d)
+        self._keys: list[Tensor] = []  # each (b,): how many
         self._pending = 0
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
 
     @property
     def fold_after(self) -> int:
-        """2 t float32 per sample against t^2 float64."""
+        """2 t float32 per entry against t^2 float64."""
         return packed_size(self.width)
 
-    def update(self, q: Tensor, k: Tensor) -> None:
-        """Add samples with queries q (B, n, H d) and keys k (B, m, H d)."""
-        q, k = self._by_head(q), self._by_head(k)
-        self._q.append(_packed_gram(q))
-        self._k.append(_packed_gram(k))
-        self._key_sum.append(k.sum(2).to(sum_device(k)))
+    def update(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        q_mask: Tensor | None = None,
+        k_mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
+        """Add samples with queries q (B, n, H d) and keys k (B, m, H d); masks (B, n), (B, m) are True at real tokens.
+
+        `causal` samples have as many queries as keys, and one mask: q_mask.
+        """
         self.samples += len(q)
-        self._pending += len(q)
-        self.tokens += q.shape[0] * q.shape[2]
-        if self.samples > self.fold_after and self._pending >= FOLD_BLOCK:
+        if causal:
+            for q_part, k_part in same_lengths(q, k, q_mask):
+                self._add_causal(self._by_head(q_part), self._by_head(k_part))
+            return
+        q, k = self._by_head(_zeroed(q, q_mask)), self._by_head(_zeroed(k, k_mask))
+        tokens = q.shape[0] * q.shape[2] if q_mask is None else int(q_mask.sum())
+        keys = k.new_full((len(k),), k.shape[2]) if k_mask is None else k_mask.sum(1)
+        self._append(_packed_gram(q), _packed_gram(k), k.sum(2), keys, tokens)
+
+    def _add_causal(self, q: Tensor, k: Tensor) -> None:
+        """Samples of one length n, q and k (B, H, n, d): blocks of queries against all keys up to the block's end."""
+        B, _, n, _ = q.shape
+        blocks = min(CAUSAL_BLOCKS, n)
+        seen_gram, seen_sum, end = torch.zeros((), device=q.device), torch.zeros((), device=q.device), 0
+        for q_block, k_block in zip(q.tensor_split(blocks, dim=2), k.tensor_split(blocks, dim=2), strict=True):
+            end += q_block.shape[2]
+            seen_gram, seen_sum = seen_gram + k_block.mT @ k_block, seen_sum + k_block.sum(2)
+            keys = k.new_full((B,), end)
+            self._append(_packed_gram(q_block), _to_sums(pack(seen_gram)), seen_sum, keys, B * q_block.shape[2])
+
+    def _append(self, g_q: Tensor, g_k: Tensor, key_sum: Tensor, keys: Tensor, tokens: int) -> None:
+        self._q.append(g_q)
+        self._k.append(g_k)
+        self._key_sum.append(_to_sums(key_sum))
+        self._keys.append(_to_sums(keys).float())
+        self.entries += len(g_q)
+        self._pending += len(g_q)
+        self.tokens += tokens
+        if self.entries > self.fold_after and self._pending >= FOLD_BLOCK:
             self.fold()
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -56,13 +96,13 @@ class Grams:
         return x.contiguous()  # the copy costs less than products of strided matrices
 
     def to(self, device: torch.device) -> None:
-        self._q, self._k, self._key_sum = (
-            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_sum)
+        self._q, self._k, self._key_sum, self._keys = (
+            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_sum, self._keys)
         )
         self.kron = None if self.kron is None else self.kron.to(device)
 
     def fold(self) -> None:
-        """Move the samples held one by one into the sum of Kronecker products."""
+        """Move the entries held one by one into the sum of Kronecker products."""
         if not self._q:
             return
         q, k = (torch.cat(parts).transpose(0, 1) for parts in (self._q, self._k))  # (H, b, t)
@@ -70,7 +110,7 @@ class Grams:
             self.kron = torch.zeros(self.heads, *[packed_size(self.width)] * 2, dtype=torch.float64, device=q.device)
         for total, q_h, k_h in zip(self.kron, q, k, strict=True):
             total.addmm_(k_h.double().mT, q_h.double())
-        self._q, self._k, self._key_sum, self._pending = [], [], [], 0
+        self._q, self._k, self._key_sum, self._keys, self._pending = [], [], [], [], 0
 
     @property
     def finite(self) -> bool:
@@ -78,7 +118,7 @@ class Grams:
 
     def head(self, h: int) -> HeadGrams:
         """The sums of one head, in float64."""
-        if self.samples == 0:
+        if self.entries == 0:
             raise StatisticsError("no samples were seen at this site")
         if self.kron is not None:
             self.fold()
@@ -100,11 +140,12 @@ class Grams:
             )
         both = Grams(self.heads, self.width)
         both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
+        both.entries = self.entries + other.entries
         both._q, both._k = self._q + other._q, self._k + other._k
-        both._key_sum = self._key_sum + other._key_sum
+        both._key_sum, both._keys = self._key_sum + other._key_sum, self._keys + other._keys
         both._pending = self._pending + other._pending
         folded = [part.kron for part in (self, other) if part.kron is not None]
-        if folded or both.samples > both.fold_after:
+        if folded or both.entries > both.fold_after:
             both.kron = sum(folded[1:], folded[0].clone()) if folded else None
             both.fold()
         return both
@@ -114,16 +155,19 @@ class Grams:
         t = packed_size(self.width)
         parts = ((self._q, t), (self._k, t), (self._key_sum, self.width))
         q, k, key_sum = (torch.cat(p) if p else torch.zeros(0, self.heads, size) for p, size in parts)
-        state = {"counts": torch.tensor([self.samples, self.tokens]), "q": q, "k": k, "key_sum": key_sum}
+        keys = torch.cat(self._keys) if self._keys else torch.zeros(0)
+        counts = torch.tensor([self.samples, self.tokens, self.entries])
+        state = {"counts": counts, "q": q, "k": k, "key_sum": key_sum, "keys": keys}
         return state if self.kron is None else {**state, "kron": self.kron}
 
     @classmethod
     def from_state(cls, heads: int, width: int, state: dict[str, Tensor]) -> Grams:
         grams = cls(heads, width)
-        grams.samples, grams.tokens = (int(count) for count in state["counts"])
+        grams.samples, grams.tokens, grams.entries = (int(count) for count in state["counts"])
         grams._pending = len(state["q"])
         if grams._pending:
-            grams._q, grams._k, grams._key_sum = [state["q"]], [state["k"]], [state["key_sum"]]
+            grams._q, grams._k = [state["q"]], [state["k"]]
+            grams._key_sum, grams._keys = [state["key_sum"]], [state["keys"]]
         grams.kron = state.get("kron")
         return grams
 
@@ -131,13 +175,34 @@ class Grams:
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
         """What `state` holds, -1 where any length will do: checked before a stranger's file is read."""
         t = packed_size(width)
-        samples = {"q": (-1, heads, t), "k": (-1, heads, t), "key_sum": (-1, heads, width)}
-        return {"counts": (2,), **samples, "kron": (heads, t, t)}
+        entries = {"q": (-1, heads, t), "k": (-1, heads, t), "key_sum": (-1, heads, width), "keys": (-1,)}
+        return {"counts": (3,), **entries, "kron": (heads, t, t)}
 
 
 def _packed_gram(x: Tensor) -> Tensor:
     """x^T x of (B, H, n, d), packed (B, H, t)."""
-    return pack(x.mT @ x).to(sum_device(x))
+    return _to_sums(pack(x.mT @ x))
+
+
+def _to_sums(x: Tensor) -> Tensor:
+    return x.to(sum_device(x))
+
+
+def _zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Zeros where the mask (B, n) is False: such a token adds nothing to a Gram, whatever it held."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+
+
+def same_lengths(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples in groups of equal length, without their padding: blocks then depend on the sample alone."""
+    if mask is None:
+        yield q, k
+        return
+    lengths = mask.sum(1)
+    for length in lengths.unique().tolist():
+        group = lengths == length
+        if length:
+            yield tuple(x[group][mask[group]].unflatten(0, (-1, length)) for x in (q, k))
 
 
 class HeadGrams(Protocol):
@@ -154,10 +219,10 @@ class HeadGrams(Protocol):
 
 
 class SampledHead(NamedTuple):
-    """One head, from the packed Grams of every sample."""
+    """One head, from the packed Grams of every entry."""
 
     width: int
-    q: Tensor  # (N, t)
+    q: Tensor  # (N, t), N entries
     k: Tensor  # (N, t)
 
     def energy(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
 from corp.sites import AttentionSite, MLPSite, Site
-from corp.stats.grams import FOLD_BLOCK
+from corp.stats.grams import CAUSAL_BLOCKS, FOLD_BLOCK
 from corp.stats.moments import CHUNK
 
 HOLD_OUT_EVERY = 10  # one batch in so many is held out
@@ -25,25 +25,31 @@ def site_bytes(site: Site, samples: int | None) -> int:
     """What the sums of one site hold at the end, the held-out part included; without `samples`, at the most."""
     if isinstance(site, MLPSite):
         return 2 * 8 * site.width**2
-    held = None if samples is None else -(-samples // HOLD_OUT_EVERY)
-    return _gram_bytes(site, samples) + _gram_bytes(site, held) + 2 * 8 * site.out_width**2
+    entries = _entries(site, samples)
+    held = None if entries is None else -(-entries // HOLD_OUT_EVERY)
+    return _gram_bytes(site, entries) + _gram_bytes(site, held) + 2 * 8 * site.out_width**2
 
 
-def _gram_bytes(site: AttentionSite, samples: int | None) -> int:
-    """Single samples while they are the smaller, the sum of their Kronecker products after that."""
-    t, one = packed_size(site.width), 4 * site.heads * (2 * packed_size(site.width) + site.width)
-    if samples is not None and samples <= t:
-        return samples * one
+def _entries(site: AttentionSite, samples: int | None) -> int | None:
+    """At the most: where only the calls say whether they are causal, they may be."""
+    return None if samples is None else samples * (1 if site.causal is False else CAUSAL_BLOCKS)
+
+
+def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
+    """Single entries while they are the smaller, the sum of their Kronecker products after that."""
+    t, one = packed_size(site.width), 4 * (site.heads * (2 * packed_size(site.width) + site.width) + 1)
+    if entries is not None and entries <= t:
+        return entries * one
     return 8 * site.heads * t * t + FOLD_BLOCK * one
 
 
 def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
-    """What an update of one site needs on top: float32 products and centred tokens, or the samples of a first fold."""
+    """What an update of one site needs on top: float32 products and centred tokens, or the entries of a first fold."""
     needs = [0]
     for site in sites:
         if isinstance(site, MLPSite):
             needs.append(4 * site.width**2 + 8 * CHUNK * site.width)
-        elif samples is None or samples > packed_size(site.width):
+        elif (entries := _entries(site, samples)) is None or entries > packed_size(site.width):
             needs.append(_gram_bytes(site, packed_size(site.width)))
     return max(needs)
 

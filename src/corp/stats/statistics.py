@@ -14,7 +14,7 @@ from corp.stats.grams import Grams
 from corp.stats.moments import Moments
 from corp.stats.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
 
-FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 1, "statistics.json"
+FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 2, "statistics.json"
 
 
 @dataclass

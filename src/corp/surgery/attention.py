@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corp.numerics import logit
-from corp.sites import AttentionSite, Rows
-from corp.surgery.linear import Projection, make_linear, rows_of
+from corp.sites import AttentionSite
+from corp.surgery.linear import Projection, fuse, last_rows, make_linear, projection_of, rows_of
 
 _true_widths: ContextVar[bool] = ContextVar("true_widths", default=False)
 
@@ -43,10 +43,17 @@ def attend(
     The fused CPU kernel takes equal widths only; zero-padding q and k to it is about twice as fast as
     the unfused one. CUDA's memory-efficient kernel takes unequal widths as they are.
     """
-    narrower = v.shape[-1] - q.shape[-1]
-    if narrower > 0 and q.device.type != "cuda" and not _true_widths.get():
-        q, k = F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
+    if q.device.type != "cuda":
+        q, k = padded(q, k, v.shape[-1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal, scale=scale)
+
+
+def padded(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """q and k with zeros up to `width`, which change no logit; as they are where operations are being counted."""
+    narrower = width - q.shape[-1]
+    if narrower <= 0 or _true_widths.get():
+        return q, k
+    return F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
 
 
 class PackedAttention(nn.Module):
@@ -58,7 +65,7 @@ class PackedAttention(nn.Module):
         self.qk_dim = q.weight.shape[0] // self.num_heads
         self.head_dim: int = dense.head_dim  # of the values
         self.scale: float = dense.scale  # of the DENSE width: pruning must not change the temperature
-        self.qkv = fuse_projections(dense.qkv, q, k, _last(dense.qkv, self.num_heads * self.head_dim))
+        self.qkv = fuse_projections(dense.qkv, q, k, values=self.num_heads * self.head_dim)
         self.attn_drop = dense.attn_drop
         self.norm = getattr(dense, "norm", nn.Identity())
         self.gate = getattr(dense, "gate", None)
@@ -107,7 +114,7 @@ class LatentPool(nn.Module):
         self.pool: str = dense.pool
         self.latent, self.pos_embed = dense.latent, dense.pos_embed
         self.q = make_linear(dense.q, *q)
-        self.kv = fuse_projections(dense.kv, k, _last(dense.kv, self.num_heads * self.head_dim))
+        self.kv = fuse_projections(dense.kv, k, values=self.num_heads * self.head_dim)
         self.proj, self.proj_drop, self.norm, self.mlp = dense.proj, dense.proj_drop, dense.norm, dense.mlp
         self.train(dense.training)
 
@@ -131,23 +138,10 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _last(linear: nn.Linear, count: int) -> Rows:
-    """The values' rows: they come last in every packing, whatever the width of queries and keys."""
-    return Rows("", linear.out_features - count, linear.out_features)
-
-
-def fuse_projections(dense: nn.Linear, *parts: Projection | Rows) -> nn.Linear:
-    """One linear layer (one matrix product) out of several; Rows point at parts of `dense` that stay as they are."""
-    taken = [
-        Projection(dense.weight[p.start : p.stop], None if dense.bias is None else dense.bias[p.start : p.stop])
-        if isinstance(p, Rows)
-        else p
-        for p in parts
-    ]
-    like = dense.weight
-    weight = torch.cat([p.weight.to(like) for p in taken])
-    biases = [p.bias.to(like) for p in taken if p.bias is not None]
-    return make_linear(dense, weight, torch.cat(biases) if len(biases) == len(taken) else None)
+def fuse_projections(dense: Any, *parts: Projection, values: int) -> nn.Module:
+    """One layer out of narrowed parts and the last `values` rows of `dense`, which stay as they are."""
+    kept = last_rows(projection_of(dense), values)
+    return make_linear(dense, *fuse(dense.weight, [*parts, kept]))
 
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -164,6 +158,16 @@ def shrink_attention(
         for side, rows in enumerate(sides)
     )
     model.set_submodule(site.name, site.build(dense, q, k))
+    _without_nested_tensors(model, site.name)
+
+
+def _without_nested_tensors(model: nn.Module, name: str) -> None:
+    """An nn.TransformerEncoder above hands its layers nested tensors, which only its dense fast path understands."""
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        parent = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(parent, nn.TransformerEncoder):
+            parent.use_nested_tensor = False
 
 
 def _narrow(dense: Projection, kept: Sequence[Tensor], factors: Sequence[Tensor] | None) -> Projection:

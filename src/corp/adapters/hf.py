@@ -1,0 +1,86 @@
+"""transformers models: what can be pruned in them, and how they are rebuilt from their configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from corp.adapters import hf_text, hf_vision
+from corp.adapters.hf_layers import find_in
+from corp.adapters.registry import Adapter, Finding
+from corp.errors import ModelError
+
+FAMILIES = {family.path: family for family in (*hf_text.FAMILIES, *hf_vision.FAMILIES)}
+KERNELS = ("eager", "sdpa")  # others are a matter of the machine that runs it, not of the model
+MOST_LAYERS = 1000  # a stranger's config must not build for hours
+
+
+def find(model: nn.Module) -> list[Finding] | None:
+    return list(find_in(model, FAMILIES)) if _prunable(type(model)) else None
+
+
+def identify(model: nn.Module) -> dict[str, Any] | None:
+    """Class and config of a model of transformers' own."""
+    if not isinstance(model, PreTrainedModel) or getattr(transformers, type(model).__name__, None) is not type(model):
+        return None
+    config = model.config.to_dict()
+    for key in ("_name_or_path", "auto_map"):  # where it lay, and code beside it: neither is the architecture
+        config.pop(key, None)
+    kernel = model.config._attn_implementation
+    generation = getattr(model, "generation_config", None)
+    return {
+        "class": type(model).__name__,
+        "config": config,
+        "attention": kernel if kernel in KERNELS else None,
+        "generation": None if generation is None else generation.to_dict(),
+        "transformers": transformers.__version__,
+    }
+
+
+def rebuild(identity: dict[str, Any]) -> nn.Module:
+    """The architecture without weights. `identity` may come from a stranger's file: only known classes are built."""
+    name, raw, kernel = identity.get("class"), identity.get("config"), identity.get("attention")
+    cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not _prunable(cls):
+        raise ModelError(f"transformers {transformers.__version__} has no model {name!r} that corp can prune")
+    if not isinstance(raw, dict) or kernel not in (*KERNELS, None):
+        raise ModelError(f"the saved config of {name} is not an object, or its attention {kernel!r} is unknown")
+    deep = [key for key, value in _items(raw) if "layers" in key and isinstance(value, int) and value > MOST_LAYERS]
+    if deep:
+        raise ModelError(f"the saved config of {name} asks for more than {MOST_LAYERS} layers ({deep[0]})")
+    try:
+        config: Any = cls.config_class.from_dict(raw)
+        if kernel is not None:
+            config._attn_implementation = kernel
+        with no_init_weights(), torch.no_grad():
+            model: Any = cls(config)
+            model.tie_weights()
+            for parameter in model.parameters():  # random values would take longer, and are overwritten anyway
+                parameter.zero_()
+        if isinstance(generation := identity.get("generation"), dict):
+            model.generation_config = GenerationConfig.from_dict(generation)
+    except Exception as error:  # the library's own complaints about values, of many kinds
+        saved = identity.get("transformers")
+        raise ModelError(
+            f"transformers {transformers.__version__} cannot build {name} as saved (with {saved}): {error}"
+        ) from error
+    made: nn.Module = model
+    return made
+
+
+def _prunable(cls: object) -> bool:
+    return isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ in FAMILIES
+
+
+def _items(raw: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Keys and values of a config and of the configs inside it."""
+    inner = [item for value in raw.values() if isinstance(value, dict) for item in _items(value)]
+    return [*((str(key), value) for key, value in raw.items()), *inner]
+
+
+ADAPTER = Adapter("transformers", find, identify, rebuild)

@@ -1,0 +1,195 @@
+"""How a family of transformers models is described, and how sites follow from the description."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from corp.adapters.registry import Finding
+from corp.adapters.torch_attention import multihead
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows
+from corp.surgery.hf_attention import Names, NarrowAttention, narrow
+from corp.surgery.linear import is_linear, projection_of
+from corp.surgery.multihead import NarrowMultihead
+
+MASK = "attention_mask"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention of a layer: where it is, its exact class, and what it sees.
+
+    `out` is the output projection where that is outside of the module, from the layer. `causal` may be asked of the
+    model that owns the layer and the module. Masks are arguments of that model's forward.
+    """
+
+    path: str
+    cls: str
+    names: Names
+    out: str | None = None
+    causal: Callable[[Any, Any], bool] | bool = False
+    cross: bool = False
+    q_mask: str | None = MASK
+    k_mask: str | None = MASK
+    convention: type[NarrowAttention] = NarrowAttention
+    refuse: Callable[[Any], str | None] = lambda _module: None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP of a layer: linears that make its channels, the one that consumes them; `name` is what the site is called.
+
+    An MLP that is a module of its own has an exact class; several may be possible.
+    """
+
+    name: str
+    up: tuple[str, ...]
+    down: str
+    cls: str | None = None
+    mask: str | None = MASK
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer class holds; of `mlps` the first whose class fits."""
+
+    attentions: tuple[Attention, ...] = ()
+    mlps: tuple[Mlp, ...] = ()
+
+
+@dataclass(frozen=True)
+class Family:
+    """The layer classes of one modeling file of transformers, by name."""
+
+    module: str  # under transformers.models
+    layers: dict[str, Layer] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return f"transformers.models.{self.module}"
+
+
+def find_in(model: nn.Module, families: dict[str, Family]) -> Iterator[Finding]:
+    """The sites of all layers of known classes, each with the innermost model that owns it."""
+    owners: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            owners.append(name)
+        family = families.get(type(module).__module__)
+        layer = family.layers.get(type(module).__name__) if family else None
+        if layer is None or family is None:
+            continue
+        owner = max((o for o in owners if _inside(name, o)), key=len)
+        for attention in layer.attentions:
+            yield from _attention(model, name, owner, attention, family)
+        yield from _mlps(module, name, owner, layer.mlps, family)
+
+
+def _inside(name: str, owner: str) -> bool:
+    return owner == "" or name.startswith(f"{owner}.")
+
+
+def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, family: Family) -> Iterator[Finding]:
+    name = f"{layer}.{entry.path}"
+    module: Any = _child(model, name)
+    if module is None:
+        return  # a cross-attention that this model has not
+    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+        yield multihead(name, module)
+        return
+    before = isinstance(module, NarrowAttention)
+    dense_class = module.dense_class if before else type(module)
+    if (dense_class.__module__, dense_class.__name__) != (family.path, entry.cls):
+        yield Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")
+        return
+    names = entry.names
+    problem = entry.refuse(module) or not_plain(module, *(part for part, _ in names.parts), *names.out[:1])
+    if problem:
+        yield Refusal(name, "attn", problem)
+        return
+    heads: int = getattr(module, names.heads)
+    values = heads * getattr(module, names.head_dim)
+    causal = entry.causal if isinstance(entry.causal, bool) else entry.causal(model.get_submodule(owner), module)
+    inner = f"{name}.{names.out[0]}" if names.out else None
+    yield AttentionSite(
+        name,
+        q=_rows(module, name, names, "q", values),
+        k=_rows(module, name, names, "k", values),
+        heads=heads,
+        build=partial(narrow, names=names, cross=entry.cross, lookup=kernel, convention=entry.convention),
+        out=f"{layer}.{entry.out}" if entry.out else inner,
+        out_width=values,
+        q_mask=Mask(owner, entry.q_mask) if entry.q_mask else None,
+        k_mask=Mask(owner, entry.k_mask) if entry.k_mask else None,
+        causal=causal,
+    )
+
+
+def _rows(module: Any, name: str, names: Names, letter: str, values: int) -> Rows:
+    """Where queries or keys come out: alone, or packed in order with equally wide others and the values."""
+    linear, letters = next((part, letters) for part, letters in names.parts if letter in letters)
+    total = len(projection_of(getattr(module, linear)).weight)
+    width = (total - values * letters.count("v")) // sum(one != "v" for one in letters)
+    start = letters.index(letter) * width
+    return Rows(f"{name}.{linear}", start, start + width)
+
+
+def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], family: Family) -> Iterator[Finding]:
+    """The one MLP a layer has, of whichever of the possible classes."""
+    for entry in entries:
+        site = f"{name}.{entry.name}" if name else entry.name
+        if entry.cls is not None and not _is(_child(layer, entry.name), family, entry.cls):
+            continue
+        linears = (*entry.up, entry.down)
+        if problem := not_plain(layer, *linears):
+            yield Refusal(site, "mlp", problem)
+        elif getattr(layer, "chunk_size_feed_forward", 0) or _chunked(layer, entry):
+            yield Refusal(site, "mlp", "it runs over pieces of the sequence; set config.chunk_size_feed_forward = 0")
+        else:
+            width = projection_of(layer.get_submodule(entry.down)).weight.shape[1]
+            up = tuple(Rows(f"{name}.{linear}", 0, width) for linear in entry.up)
+            yield MLPSite(site, up, f"{name}.{entry.down}", mask=Mask(owner, entry.mask) if entry.mask else None)
+        return
+    if entries:
+        found: Any = _child(layer, entries[0].name)
+        reason = f"{type(found).__module__}.{type(found).__name__} is not understood"
+        yield Refusal(f"{name}.{entries[0].name}", "mlp", reason)
+
+
+def _chunked(layer: nn.Module, entry: Mlp) -> bool:
+    return bool(getattr(_child(layer, entry.name), "chunk_size_feed_forward", 0))
+
+
+def _is(module: Any, family: Family, cls: str) -> bool:
+    """Exact types: a subclass may compute something else."""
+    return (type(module).__module__, type(module).__name__) == (family.path, cls)
+
+
+def _child(parent: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return parent.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def not_plain(module: nn.Module, *paths: str) -> str | None:
+    """Why one of these cannot be cut like a linear layer (an adapter on it, a quantised one, a parametrisation …)."""
+    for path in paths:
+        child = _child(module, path)
+        if not is_linear(child):
+            return f"{path} is a {type(child).__module__}.{type(child).__name__}, not a plain linear layer"
+    return None
+
+
+def kernel(module: Any) -> Callable[..., Any]:
+    """The attention function that the library would use for this module, looked up at every call as it does."""
+    eager = sys.modules[module.dense_class.__module__].eager_attention_forward
+    found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    return found

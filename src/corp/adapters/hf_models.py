@@ -1,0 +1,215 @@
+"""transformers models by folder or hub id: load, and the tokenizer or image preprocessing that belongs to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.utils import logging
+
+from corp.errors import DataError, ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
+PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
+CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
+POOLER = "pooler."  # encoders are often saved without; nothing that is pruned or measured goes through it
+
+
+def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = True) -> nn.Module:
+    """The model in the folder (or under the hub id) `name`, in eval mode, in the checkpoint's dtype or another.
+
+    The class is the one its config names, else a causal language model or a plain encoder, whichever the family is.
+    No code of the checkpoint's own is ever run, and only safetensors are read. Without `pretrained`, a folder
+    that holds no weights is built with random ones.
+    """
+    _check_folder(name)
+    config = _load(AutoConfig, name, "config")
+    candidates = _classes(config, name)
+    if not pretrained and not _has_weights(name):
+        with _quiet():
+            made: nn.Module = (
+                candidates[0]._from_config(config) if _named(config) else candidates[0].from_config(config)
+            )
+        return made.eval()
+    _check_weights(name)
+    problems = []
+    for cls in candidates:
+        model, info = _load(cls, name, "weights", dtype=dtype, use_safetensors=True, output_loading_info=True)
+        missing = sorted(key for key in info["missing_keys"] if POOLER not in key)
+        if not missing:
+            ready: nn.Module = model.eval()
+            return ready
+        problems.append(f"{type(model).__name__} lacks {len(missing)} tensors, such as {missing[0]}")
+    raise ModelError(f"the weights of {name} are not complete: {'; '.join(problems)}")
+
+
+def tokenizer(name: str) -> Any:
+    """The tokenizer of the folder or hub id."""
+    if _is_path(name) and not Path(name).is_dir():
+        raise DataError(f"there is no folder {name} to take a tokenizer from; give one with --tokenizer")
+    # transformers makes an empty tokenizer, which turns every text into nothing, where there are no files.
+    if _is_path(name) and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
+        raise DataError(f"{name} holds no tokenizer ({TOKENIZER_FILES[0]}); --tokenizer FOLDER takes it from elsewhere")
+    try:
+        return _load(AutoTokenizer, name, "tokenizer")
+    except ModelError as error:
+        raise DataError(f"{error}; --tokenizer FOLDER takes it from elsewhere") from error
+
+
+def kind_of(model: nn.Module) -> str:
+    """What goes in and what comes out: CAUSAL, ENCODER (texts into hidden states), IMAGE or OTHER."""
+    if not isinstance(model, transformers.PreTrainedModel):
+        return OTHER
+    if model.main_input_name == "pixel_values":
+        return IMAGE
+    if (
+        model.main_input_name != "input_ids"
+        or model.config.is_encoder_decoder
+        or hasattr(model.config, "vision_config")
+    ):
+        return OTHER
+    return CAUSAL if model.can_generate() else ENCODER
+
+
+def classes(model: nn.Module) -> int:
+    """How many classes an image model tells apart; 0 for a backbone."""
+    assert isinstance(model, transformers.PreTrainedModel)
+    return int(model.config.num_labels) if type(model).__name__.endswith("ForImageClassification") else 0
+
+
+def context_length(model: nn.Module, tokenizer: Any = None) -> int | None:
+    """How many tokens a sequence may have; None where neither the model nor the tokenizer says."""
+    config = getattr(model, "config", None)
+    known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    known.append(getattr(tokenizer, "model_max_length", None))
+    for name, module in model.named_modules():
+        # RoBERTa and its kin count positions from behind the padding index on.
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            known.append(module.num_embeddings - module.padding_idx - 1)
+    # Tokenizers that know no limit say something like 1e30; relative positions are told as -1 or 0.
+    sensible = [int(length) for length in known if isinstance(length, int | float) and 1 < length < 1 << 30]
+    return min(sensible, default=None)
+
+
+class Preprocessing:
+    """An image processor, as a transform of one image into its pixel_values (3, h, w)."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        pixels: Tensor = self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+        return pixels
+
+    def __str__(self) -> str:
+        settings = json.loads(self.processor.to_json_string())
+        return json.dumps({key: value for key, value in settings.items() if value is not None}, sort_keys=True)
+
+
+def preprocessing(name: str) -> Callable[[Image.Image], Tensor]:
+    """The image preprocessing of the folder or hub id (Pillow and numpy: the same on every machine)."""
+    try:
+        return Preprocessing(_load(AutoImageProcessor, name, "image preprocessing", backend="pil"))
+    except ModelError as error:
+        raise DataError(f"{error}; a preprocessor_config.json in its folder says how images are prepared") from error
+
+
+def _classes(config: Any, name: str) -> list[Any]:
+    """The classes to try, best first: weights saved from a bare backbone may name a class with a head."""
+    named = _named(config)
+    family = type(config)
+    causal = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
+    general = AutoModelForCausalLM if causal else AutoModel
+    return [general] if named is None else [named, AutoModel]
+
+
+def _named(config: Any) -> Any:
+    """The public class that config.architectures names, if it is one."""
+    for architecture in config.architectures or ():
+        cls = getattr(transformers, architecture, None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    return None
+
+
+def _is_path(name: str) -> bool:
+    """Hub ids are "name" or "owner/name", and never begin like a path."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _check_folder(name: str) -> None:
+    if not _is_path(name):
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ModelError(
+            f"there is no folder {name}; hf: takes a folder for from_pretrained, or a hub id like owner/name"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name} has no config.json, so it is no folder for transformers' from_pretrained")
+
+
+def _has_weights(name: str) -> bool:
+    return not _is_path(name) or any(Path(name).glob("*.safetensors"))
+
+
+def _check_weights(name: str) -> None:
+    if _has_weights(name):
+        return
+    if any(Path(name).glob("*.bin")):
+        raise ModelError(f"{name} holds its weights as pickle (.bin) only, which is not read here: {_convert(name)}")
+    raise ModelError(f"{name} holds no weights (*.safetensors)")
+
+
+def _convert(name: str) -> str:
+    return (
+        'where you trust them, convert them once: python -c "from transformers import AutoModel as M; '
+        f"M.from_pretrained('{name}').save_pretrained('NEW')\" (AutoModelForCausalLM for a language model), "
+        "copy the tokenizer's files beside them, and use hf:NEW"
+    )
+
+
+def _load(auto: Any, name: str, what: str, **kwargs: Any) -> Any:
+    """from_pretrained, from local files first, then (for a hub id) from the hub."""
+    places = (True,) if _is_path(name) else (True, False)
+    for local in places:
+        try:
+            with _quiet():
+                return auto.from_pretrained(name, local_files_only=local, trust_remote_code=False, **kwargs)
+        except Exception as error:  # the hub, the network, files and configs: transformers raises many kinds
+            problem = error
+    raise ModelError(_reason(name, what, problem)) from problem
+
+
+def _reason(name: str, what: str, error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in text:
+        return f"{name} brings its own code, which is not run; only classes of transformers itself are loaded"
+    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+        return f"transformers {transformers.__version__} does not know the architecture of {name}: {text[:200]}"
+    if what == "weights" and "safetensors" in text:
+        return f"{name} has no weights as safetensors: {_convert(name)}"
+    return f"the {what} of {name} cannot be loaded: {text[:300]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own reports and bars: what matters is checked here and said in one line."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

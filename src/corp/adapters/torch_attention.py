@@ -1,0 +1,85 @@
+"""nn.MultiheadAttention and the blocks around it: torch.nn's layers, torchvision's ViT, open_clip's towers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from corp.adapters.registry import Adapter, Finding
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows
+from corp.surgery.linear import is_linear
+from corp.surgery.multihead import NarrowMultihead
+
+PADDING = {nn.TransformerEncoderLayer: "src_key_padding_mask", nn.TransformerDecoderLayer: "tgt_key_padding_mask"}
+
+
+def find(module: nn.Module) -> list[Finding] | None:
+    """Exact types: a subclass may compute something else."""
+    if type(module) in PADDING:
+        return _torch_layer(module)
+    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+        return [multihead("", module)]
+    where = f"{type(module).__module__}.{type(module).__name__}"
+    if where == "torchvision.models.vision_transformer.EncoderBlock":
+        return [_attention(module, "self_attention"), _mlp(module, "mlp", "mlp.0", "mlp.3")]
+    if where.endswith(".ResidualAttentionBlock") and where.startswith(("open_clip.", "clip.")):
+        first = getattr(getattr(module, "attn", None), "batch_first", False)
+        return [_attention(module, "attn"), _mlp(module, "mlp", "mlp.c_fc", "mlp.c_proj", batch_first=bool(first))]
+    return None
+
+
+def _torch_layer(layer: Any) -> list[Finding]:
+    padding = Mask("", PADDING[type(layer)], marks_padding=True)
+    first: bool = layer.self_attn.batch_first
+    names = ["self_attn", *(["multihead_attn"] if hasattr(layer, "multihead_attn") else [])]
+    mlp = _mlp(layer, "mlp", "linear1", "linear2", batch_first=first, mask=padding)
+    return [*(_attention(layer, name) for name in names), mlp]
+
+
+def _attention(block: Any, name: str) -> Finding:
+    module = getattr(block, name)
+    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+        return multihead(name, module)
+    return Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")
+
+
+def _mlp(block: Any, name: str, up: str, down: str, *, batch_first: bool = True, mask: Mask | None = None) -> Finding:
+    for path in (up, down):
+        child = _child(block, path)
+        if not is_linear(child):
+            kind = f"{type(child).__module__}.{type(child).__name__}"
+            return Refusal(name, "mlp", f"{path} is a {kind}, not a plain linear layer")
+    width: int = block.get_submodule(down).in_features
+    return MLPSite(name, (Rows(up, 0, width),), down, mask=mask, batch_first=batch_first)
+
+
+def _child(block: nn.Module, path: str) -> object:
+    try:
+        return block.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def multihead(name: str, module: Any) -> Finding:
+    """The site of an nn.MultiheadAttention; each call says whether it is causal and which keys are padding."""
+    if problem := _unusual(module):
+        return Refusal(name, "attn", problem)
+    width = (len(module.in_proj_weight) - module.embed_dim) // 2
+    q, k = (Rows(name, start, start + width, weight="in_proj_weight", bias="in_proj_bias") for start in (0, width))
+    return AttentionSite(name, q, k, module.num_heads, NarrowMultihead, causal=None)
+
+
+def _unusual(module: Any) -> str | None:
+    if type(module) is NarrowMultihead:
+        return None
+    if module.in_proj_weight is None:
+        return "keys or values of another width than the queries (kdim, vdim) have projections of their own"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "extra keys (add_bias_kv, add_zero_attn) are not understood"
+    if type(module.out_proj) is not nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return f"out_proj is a {type(module.out_proj).__module__}.{type(module.out_proj).__name__}"
+    return None
+
+
+ADAPTER = Adapter("torch", find)

@@ -1,0 +1,159 @@
+"""A model by the name that the user gives it, and what belongs to it: tokenizer, preprocessing, device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp import storage
+from corp.cli.console import note
+from corp.errors import CorpError, DataError, ModelError
+
+HF = "hf:"
+CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
+    """hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
+    where = _hf_place(name)
+    if weights is not None and (where or Path(name).is_dir()):
+        raise ModelError(f"{name} comes with its own weights; --weights cannot go with it")
+    if where:
+        from corp.adapters import hf_models  # transformers is imported only when one of its models is asked for
+
+        return hf_models.create(where, pretrained=pretrained)
+    if Path(name).is_dir():
+        return storage.load(name)
+    from corp.adapters import timm_models  # timm likewise
+
+    if weights is None and pretrained:
+        note(f"{name}: taking timm's pretrained weights (--weights FILE uses a file of yours)")
+    return timm_models.create(name, weights, pretrained=pretrained)
+
+
+def _hf_place(name: str) -> str | None:
+    """What transformers loads, if it is its: after hf:, or a folder that is plainly not corp's own."""
+    if name.startswith(HF):
+        where = name.removeprefix(HF)
+        if not where:
+            raise ModelError("hf: takes a folder or a hub id, e.g. hf:opt-125m/ or hf:owner/name")
+        return str(Path(where).expanduser()) if where.startswith("~") else where
+    folder = Path(name)
+    foreign = (folder / "config.json").is_file() and not (folder / storage.MANIFEST).is_file()
+    return name if foreign else None
+
+
+def kind_of(model: nn.Module) -> str:
+    """CAUSAL, ENCODER, IMAGE or OTHER; models that are not of transformers take images."""
+    if not _of_transformers(model):
+        return IMAGE
+    from corp.adapters import hf_models
+
+    return hf_models.kind_of(model)
+
+
+def classes_of(model: nn.Module) -> int | None:
+    """How many classes an image model tells apart: 0 for a backbone, None where it does not say."""
+    if _of_transformers(model):
+        from corp.adapters import hf_models
+
+        return hf_models.classes(model)
+    count = getattr(model, "num_classes", None)
+    return count if isinstance(count, int) else None
+
+
+@contextmanager
+def without_cache(*loaded: nn.Module) -> Iterator[None]:
+    """Inside, language models do not keep their keys and values: gigabytes that only generation has a use for."""
+    every: list[Any] = [getattr(model, "config", None) for model in loaded]
+    configs = [config for config in every if getattr(config, "use_cache", False)]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    return any(cls.__module__.partition(".")[0] == "transformers" for cls in type(model).__mro__)
+
+
+def tokenizer_of(name: str, given: str | None) -> Any:
+    """The tokenizer that was given, or the model's own."""
+    from corp.adapters import hf_models
+
+    if given is not None:
+        return hf_models.tokenizer(given.removeprefix(HF))
+    return hf_models.tokenizer(_home(name, hf_models.TOKENIZER_FILES, "--tokenizer FOLDER says where it is"))
+
+
+def preprocessing_of(name: str, model: nn.Module) -> Callable[..., Any]:
+    """The transform of images that the model wants."""
+    if not _of_transformers(model):
+        from corp.adapters import timm_models
+
+        return timm_models.preprocessing(model)
+    from corp.adapters import hf_models
+
+    return hf_models.preprocessing(_home(name, hf_models.PREPROCESSING_FILES, "put it there"))
+
+
+def save_companions(name: str, model: nn.Module, out: Path, tokenizer: str | None) -> None:
+    """Put a model's tokenizer or image preprocessing into the folder of its pruned copy, if nobody did yet."""
+    if not _of_transformers(model):
+        return
+    from corp.adapters import hf_models
+
+    images = kind_of(model) == IMAGE
+    files = hf_models.PREPROCESSING_FILES if images else hf_models.TOKENIZER_FILES
+    if any((out / file).is_file() for file in files):
+        return
+    try:
+        companion: Any = preprocessing_of(name, model) if images else tokenizer_of(name, tokenizer)
+    except DataError as error:
+        note(f"{out} goes without: {error}")
+        return
+    (companion.processor if images else companion).save_pretrained(out)
+
+
+def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
+    """Where the files that go with a model are: with it, or where the model that was pruned came from."""
+    where = _hf_place(name)
+    if where:
+        return where
+    folder = Path(name)
+    if any((folder / file).is_file() for file in files):
+        return str(folder)
+    try:
+        origin = str(storage.read_manifest(folder)["calibration"].get("model", ""))
+    except (CorpError, KeyError, AttributeError):
+        origin = ""
+    if not origin or _hf_place(origin) is None:
+        raise DataError(f"{name} holds no {' or '.join(files[:2])}; {remedy}")
+    return str(_hf_place(origin))
+
+
+def chosen_device(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
+    """The model on the device, in the dtype; auto leaves it in its own."""
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(_DTYPES)}")
+    device = chosen_device(device)
+    try:
+        model = model.to(torch.device(device))
+        return model if dtype == "auto" else model.to(_DTYPES[dtype])
+    except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
+        raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error

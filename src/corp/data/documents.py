@@ -1,0 +1,106 @@
+"""Where texts lie: documents of .txt, .jsonl, .csv, .tsv and .parquet files and of `datasets` folders, read on demand.
+
+Only positions are remembered, not texts: a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from corp.data.files import JsonLines, PlainText
+from corp.data.tables import Parquet, SavedDataset, Table
+from corp.errors import DataError
+
+PLAIN, TABLES = frozenset({".txt", ".text", ".raw"}), frozenset({".csv", ".tsv"})
+SUFFIXES = PLAIN | TABLES | {".jsonl", ".parquet"}
+BLOCK = 256  # documents fetched at a time, in the order they lie on disk
+
+
+class Documents(Protocol):
+    """Texts by number. `begins` is False where text number i goes on in the middle of the document before it."""
+
+    path: Path
+
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> str: ...
+
+    def begins(self, number: int) -> bool: ...
+
+
+def open_documents(paths: Sequence[str | Path], *, field: str, lines: bool, piece: int) -> list[Documents]:
+    """The documents of files and folders of files.
+
+    field   the key, column name or column number (from 1) of the text, where a record has several
+    lines   a plain text without separators is one document per line; else it is one document, read in
+            pieces of about `piece` bytes
+    """
+    found: list[Documents] = []
+    for path in map(Path, paths):
+        for file in _files(path):
+            found.append(_open(file, field, lines, piece))
+    if not sum(map(len, found)):
+        raise DataError(f"there is no text in {', '.join(map(str, paths))}")
+    return found
+
+
+def in_order(sources: Sequence[Documents]) -> Iterator[tuple[str, bool]]:
+    """All texts as they lie, each with whether a document begins there."""
+    for source in sources:
+        for number in range(len(source)):
+            yield source.read(number), source.begins(number)
+
+
+def drawn(sources: Sequence[Documents], seed: int) -> Iterator[str]:
+    """All texts in an order drawn by `seed`, read no further ahead than one block."""
+    ends = torch.tensor([len(source) for source in sources]).cumsum(0)
+    order = torch.randperm(int(ends[-1]), generator=torch.Generator().manual_seed(seed))
+    for block in order.split(BLOCK):
+        texts = {}
+        for number in block.sort().values.tolist():
+            where = int(torch.searchsorted(ends, number, right=True))
+            texts[number] = sources[where].read(number - int(ends[where]) + len(sources[where]))
+        yield from (texts[number] for number in block.tolist())
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix.lower() not in SUFFIXES:
+            raise DataError(f"{path}: texts are read from {', '.join(sorted(SUFFIXES))} files, not {path.suffix!r}")
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"there is no file or folder {path}")
+    if _is_dataset(path):
+        return [path]
+    found = sorted(
+        Path(parent, name)
+        for parent, _, names in os.walk(path, followlinks=True)
+        for name in names
+        if os.path.splitext(name)[1].lower() in SUFFIXES
+    )
+    if not found:
+        raise DataError(f"no texts under {path} (looked for {', '.join(sorted(SUFFIXES))}, any nesting)")
+    return found
+
+
+def _is_dataset(path: Path) -> bool:
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _open(path: Path, field: str, lines: bool, piece: int) -> Documents:
+    suffix = path.suffix.lower()
+    try:
+        if path.is_dir():
+            return SavedDataset(path, field)
+        if suffix == ".parquet":
+            return Parquet(path, field)
+        if suffix == ".jsonl":
+            return JsonLines(path, field)
+        return Table(path, field) if suffix in TABLES else PlainText(path, lines, piece)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

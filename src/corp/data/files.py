@@ -1,0 +1,134 @@
+"""Texts that are byte ranges of a file: plain text and lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from corp.errors import DataError
+
+SEPARATOR = b"<|endoftext|>"  # between the documents of a plain text, where there are any
+
+
+class Ranges:
+    """Texts that are byte ranges of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.starts, self.ends = array("q"), array("q")
+        if path.stat().st_size:  # an empty file cannot be mapped
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                for start, end in self._find(content):
+                    self.starts.append(start)
+                    self.ends.append(end)
+
+    def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def begins(self, _number: int) -> bool:
+        return True
+
+    def read(self, number: int) -> str:
+        start = self.starts[number]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            raw = file.read(self.ends[number] - start)
+        try:
+            return raw.decode("utf-8-sig" if start == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{self.path}: byte {start + error.start} is not UTF-8 ({error.reason}); convert the file to UTF-8"
+            ) from error
+
+    def line(self, number: int) -> int:
+        """The line, from 1, on which text `number` begins: for messages."""
+        with self.path.open("rb") as file:
+            return file.read(self.starts[number]).count(b"\n") + 1
+
+
+class PlainText(Ranges):
+    """Documents between separators; without any, one per line, or the whole file in pieces that end at line ends."""
+
+    def __init__(self, path: Path, lines: bool, piece: int) -> None:
+        self._lines, self._piece, self._whole = lines, piece, False
+        super().__init__(path)
+
+    def begins(self, number: int) -> bool:
+        return number == 0 or not self._whole
+
+    def read(self, number: int) -> str:
+        text = super().read(number)
+        return text if self._whole else text.strip()  # line ends beside a separator are not of the document
+
+    def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        if content.find(SEPARATOR) >= 0:
+            return between(content, SEPARATOR)
+        if self._lines:
+            return between(content, b"\n")
+        self._whole = True
+        return self._pieces(content)
+
+    def _pieces(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        start = 0
+        while start < len(content):
+            end = start + self._piece
+            if end < len(content):
+                end = _last(content, (b"\n", b" "), start, end) or end
+                while end < len(content) and content[end] & 0xC0 == 0x80:  # never inside a UTF-8 character
+                    end += 1
+            yield start, min(end, len(content))
+            start = end
+
+
+def _last(content: mmap.mmap, marks: tuple[bytes, ...], start: int, end: int) -> int | None:
+    """Just behind the last of the first mark that occurs at all."""
+    return next((found + 1 for mark in marks if (found := content.rfind(mark, start, end)) >= 0), None)
+
+
+def between(content: mmap.mmap, mark: bytes) -> Iterator[tuple[int, int]]:
+    """The stretches between marks that hold more than white space."""
+    start = 0
+    while start < len(content):
+        found = content.find(mark, start)
+        end = len(content) if found < 0 else found
+        if content[start:end].strip():
+            yield start, end
+        start = end + len(mark)
+
+
+class JsonLines(Ranges):
+    """One JSON object per line, its text under a key."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        self._field = field
+        super().__init__(path)
+
+    def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
+        return between(content, b"\n")
+
+    def read(self, number: int) -> str:
+        try:
+            record = json.loads(super().read(number))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.path}, line {self.line(number)}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{self.path}, line {self.line(number)}: a {type(record).__name__}, not a JSON object")
+        value = record.get(self._field)
+        if not isinstance(value, str):
+            raise no_field(f"{self.path}, line {self.line(number)}", self._field, list(record), value)
+        return value.encode("utf-8", "replace").decode()  # JSON can say half a surrogate pair, tokenizers cannot
+
+
+def no_field(where: str, field: str, there: list[str], value: Any, *, numbers: bool = False) -> DataError:
+    if field in there:
+        return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; --text-field names another")
+    known = ", ".join(map(repr, there)) or "nothing"
+    hint = "; without a header give the column's number, from 1" if numbers else ""
+    return DataError(f"{where} has no field {field!r}; it has {known}; --text-field says which holds the text{hint}")

@@ -1,0 +1,262 @@
+"""Texts into batches of token ids: packed into sequences of one length, or one document per sequence.
+
+Texts are tokenised in the order that the seed draws, and only until there are as many sequences as are wanted. What
+is kept is four bytes per token of those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from corp.data.documents import drawn, in_order, open_documents
+from corp.errors import DataError
+
+LENGTH, SAMPLES = 2048, 128  # the paper's, where the model's context allows it
+TOKENS_PER_BATCH = 8192
+IGNORED = -100  # a target that is not scored
+# A plain text is read in pieces: small ones to draw from, large ones to take whole, since every cut may cost a token.
+DRAWN_PIECE, WHOLE_PIECE = 1 << 16, 1 << 22
+
+Tokenizer: TypeAlias = Any  # of transformers, or whatever is called like one
+Batch: TypeAlias = dict[str, Tensor]
+
+
+class Span(NamedTuple):
+    """One sequence: tokens start to end of the ids, of which those from `scored` on are judged."""
+
+    start: int
+    end: int
+    scored: int
+
+
+class TextBatches(Iterable[Batch]):
+    """Batches {"input_ids", "attention_mask"} of (B, T) token ids, padded on the right where lengths differ."""
+
+    def __init__(self, ids: array[int], spans: Sequence[Span], *, pad: int, batch_size: int, description: str) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size={batch_size}: must be at least 1")
+        self.ids = torch.frombuffer(ids, dtype=torch.int32) if len(ids) else torch.empty(0, dtype=torch.int32)
+        self.spans, self.pad, self.batch_size, self._description = list(spans), pad, batch_size, description
+
+    @property
+    def samples(self) -> int:
+        return len(self.spans)
+
+    @property
+    def tokens(self) -> int:
+        """In all sequences together, padding not counted."""
+        return sum(span.end - span.start for span in self.spans)
+
+    def fingerprint(self) -> str:
+        """A hash of the token ids of all sequences: the same text, tokenizer, seed and length give the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        for span in self.spans:
+            digest.update(f"{span.end - span.start}:".encode())
+            digest.update(self.ids[span.start : span.end].numpy().tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        return self._description
+
+    def __len__(self) -> int:
+        return -(-len(self.spans) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for _, _, batch in self.indexed(lambda _: True))
+
+    def indexed(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Batch]]:
+        """(index, index of its first sequence, batch) of the wanted batches."""
+        for index in filter(wanted, range(len(self))):
+            start = index * self.batch_size
+            yield index, start, self._batch(self.spans[start : start + self.batch_size])
+
+    def scored(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Batches with their targets (B, T): the next token of every position, IGNORED where it is not judged."""
+        for _, start, batch in self.indexed(lambda _: True):
+            targets = torch.full_like(batch["input_ids"], IGNORED)
+            for row, span in enumerate(self.spans[start : start + self.batch_size]):
+                first = max(span.scored, span.start + 1)  # nothing comes before the first token to predict it from
+                targets[row, first - 1 - span.start : span.end - 1 - span.start] = self.ids[first : span.end]
+            yield batch, targets
+
+    def masked(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Batches with their attention masks beside them, for metrics that pool over real tokens."""
+        return ((batch, batch["attention_mask"]) for batch in self)
+
+    def _batch(self, spans: Sequence[Span]) -> Batch:
+        width = max(span.end - span.start for span in spans)
+        ids = torch.full((len(spans), width), self.pad)
+        mask = torch.zeros_like(ids)
+        for row, span in enumerate(spans):
+            ids[row, : span.end - span.start] = self.ids[span.start : span.end]
+            mask[row, : span.end - span.start] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+def packed(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    field: str = "text",
+    batch_size: int | None = None,
+) -> TextBatches:
+    """`samples` sequences of `length` tokens out of documents drawn by `seed` and joined with EOS.
+
+    Fewer where the text ends earlier; where it does not fill one sequence, one shorter one.
+    """
+    _check(length=length, samples=samples)
+    sources = open_documents(paths, field=field, lines=False, piece=DRAWN_PIECE)
+    ids = array("i")
+    for tokens in _joined(((text, True) for text in drawn(sources, seed)), tokenizer):
+        ids.extend(tokens)
+        if len(ids) >= samples * length:
+            break
+    spans = _windows(len(ids), length, length)[:samples]
+    return _batches(ids, spans, paths, tokenizer, f"packed into {len(spans)} x {length} tokens", length, batch_size)
+
+
+def one_per_document(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    samples: int | None,
+    seed: int,
+    field: str = "text",
+    batch_size: int | None = None,
+    bos: bool = False,
+) -> TextBatches:
+    """One document per sequence, cut at `length` tokens: `samples` of them drawn by `seed`, or all in their order.
+
+    A plain text without separators has a document per line. With `bos`, sequences begin with BOS even where the
+    tokenizer does not put it there by itself.
+    """
+    _check(length=length, samples=samples)
+    sources = open_documents(paths, field=field, lines=True, piece=WHOLE_PIECE)
+    texts = (text for text, _ in in_order(sources)) if samples is None else drawn(sources, seed)
+    return of_texts(texts, tokenizer, length=length, samples=samples, batch_size=batch_size, bos=bos, origin=paths)
+
+
+def of_texts(
+    texts: Iterable[str],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    samples: int | None = None,
+    batch_size: int | None = None,
+    bos: bool = False,
+    origin: Sequence[str | Path] = (),
+) -> TextBatches:
+    """One sequence per text; texts that hold nothing but white space are left out."""
+    ids, spans = array("i"), list[Span]()
+    first = tokenizer.bos_token_id if bos else None
+    for text in texts:
+        if not text.strip():
+            continue
+        tokens = _encode(tokenizer, text, length=length)
+        if first is not None and tokens[:1] != [first]:
+            tokens = [first, *tokens[: length - 1]]
+        spans.append(Span(len(ids), len(ids) + len(tokens), len(ids) + 1))
+        ids.extend(tokens)
+        if len(spans) == samples:
+            break
+    longest = max((span.end - span.start for span in spans), default=0)
+    what = f"one document per sequence, {len(spans)} of at most {length} tokens"
+    return _batches(ids, spans, origin, tokenizer, what, longest, batch_size)
+
+
+def windows(
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    stride: int | None = None,
+    field: str = "text",
+    batch_size: int | None = None,
+) -> TextBatches:
+    """The whole text in its order, in windows of `length` tokens that begin every `stride` (None: do not overlap).
+
+    Of a window that overlaps the one before, only the tokens that were not judged there are. An incomplete last window
+    is left out if none overlap, as is the custom for WikiText-2, unless it is the only one.
+    """
+    step = length if stride is None else stride
+    _check(length=length, stride=step)
+    if step > length:
+        raise DataError(
+            f"a stride of {step} leaves out text between windows of {length} tokens; make it {length} at most"
+        )
+    sources = open_documents(paths, field=field, lines=False, piece=WHOLE_PIECE)
+    ids = array("i")
+    for tokens in _joined(in_order(sources), tokenizer):
+        ids.extend(tokens)
+    what = f"windows of {length} tokens every {step}"
+    return _batches(ids, _windows(len(ids), length, step), paths, tokenizer, what, length, batch_size)
+
+
+def _windows(count: int, length: int, step: int) -> list[Span]:
+    spans: list[Span] = []
+    judged = 0
+    for start in range(0, count, step):
+        end = min(start + length, count)
+        if end < start + length and spans and step == length:
+            break
+        spans.append(Span(start, end, max(judged, start + 1)))
+        judged = end
+        if end == count:
+            break
+    return spans
+
+
+def _joined(texts: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Token ids text by text, EOS between documents; special tokens as the tokenizer puts them."""
+    eos, first = tokenizer.eos_token_id, True
+    for text, begins in texts:
+        if not text.strip():
+            continue
+        tokens = _encode(tokenizer, text, special=begins)
+        # Where one token both begins and ends documents (OPT's), once is enough.
+        if begins and not first and eos is not None and tokens[:1] != [eos]:
+            yield [eos]
+        first = False
+        yield tokens
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, special: bool = True, length: int | None = None) -> list[int]:
+    cut = {"truncation": True, "max_length": length} if length else {}
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False, **cut)["input_ids"]
+    return ids
+
+
+def _batches(
+    ids: array[int],
+    spans: Sequence[Span],
+    paths: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    what: str,
+    length: int,
+    batch_size: int | None,
+) -> TextBatches:
+    if not spans:
+        raise DataError(f"there is no text in {', '.join(map(str, paths)) or 'what was given'}: only white space")
+    fallbacks = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # what stands under the mask changes nothing
+    pad = next(token for token in fallbacks if token is not None)
+    size = batch_size or max(1, TOKENS_PER_BATCH // max(1, length))
+    description = f"{what}; {type(tokenizer).__name__} of {len(tokenizer)} tokens"
+    return TextBatches(ids, spans, pad=pad, batch_size=size, description=description)
+
+
+def _check(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        least = 2 if name == "length" else 1  # one token alone has no next one
+        if number is not None and number < least:
+            raise DataError(f"{name}={number}: must be at least {least}")

@@ -1,0 +1,69 @@
+"""Which tokens of the batch under way are real: read off the calls of the modules that are told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from corp.errors import StatisticsError
+from corp.sites import Mask, MLPSite, Site
+
+
+class Masks:
+    """The masks that the calls under way were given, by where to find them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Mask, Tensor | None] = {}
+
+    def of(self, where: Mask | None) -> Tensor | None:
+        """(B, n), True at real tokens; None where all are."""
+        return None if where is None else self._seen.get(where)
+
+    def watch(self, model: nn.Module, sites: Iterable[Site]) -> list[RemovableHandle]:
+        """Hooks that note the masks of every call; read at the call, so wrappers and generators do not matter."""
+        wanted: dict[str, list[Mask]] = {}
+        for site in sites:
+            for where in (site.mask,) if isinstance(site, MLPSite) else (site.q_mask, site.k_mask):
+                if where is not None and where not in wanted.setdefault(where.module, []):
+                    wanted[where.module].append(where)
+        self._seen.clear()
+        return [self._watch_module(model.get_submodule(name), places) for name, places in wanted.items()]
+
+    def _watch_module(self, module: nn.Module, places: list[Mask]) -> RemovableHandle:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = bound(module, args, kwargs)
+            for where in places:
+                given = call.get(where.argument)
+                self._seen[where] = real(given, None, marks_padding=where.marks_padding, what=where.argument)
+
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward call by name."""
+    call = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    extra = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    return {**call.arguments, **{k: v for name in extra for k, v in call.arguments.get(name, {}).items()}}
+
+
+def real(given: Any, shape: Sequence[int] | None, *, marks_padding: bool, what: str) -> Tensor | None:
+    """A mask as models take it -> (B, n), True at real tokens; None if there is none or all tokens are real."""
+    if given is None:
+        return None
+    mask = given[None] if isinstance(given, Tensor) and given.dim() == 1 and shape is not None else given
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise StatisticsError(
+            f"{what} must be a (batch, tokens) mask that tells real tokens from padding; got {got}. "
+            "Give calibration the tokenizer's own mask: what a model derives from it is no padding mask"
+        )
+    if marks_padding:  # torch.nn turns True into -inf on the way to its layers
+        tokens = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    else:
+        tokens = mask != 0
+    return None if bool(tokens.all()) else tokens

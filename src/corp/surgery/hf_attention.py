@@ -1,0 +1,200 @@
+"""Attention in transformers' calling convention, with queries and keys narrower than its values.
+
+The dense module's class stays a base of the narrowed one, because transformers finds the modules whose weights it
+returns (output_attentions) by class; its forward is not used. Which attention kernel runs is the library's business:
+the adapter hands in the function that looks it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from corp.surgery.attention import attend, padded, split_heads
+from corp.surgery.linear import Projection, fuse, last_rows, make_linear, projection_of
+
+Lookup = Callable[[Any], Callable[..., tuple[Tensor, Tensor | None]]]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the parts of its attention.
+
+    `parts` maps each input projection to what comes out of it, in order: ("c_attn", "qkv") is a packed one. `out` are
+    the modules that the heads' output goes through, none where the output projection is not inside the attention.
+    `scale` is None where it is head_dim^-1/2, unnamed.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    out: tuple[str, ...]
+    heads: str
+    scale: str | None
+    drop: str
+    head_dim: str = "head_dim"
+
+    def part_with(self, letter: str) -> str:
+        return next(name for name, letters in self.parts if letter in letters)
+
+
+class NarrowAttention(nn.Module):
+    """Takes and returns what the dense module did; all but the query and key projections is taken over from it."""
+
+    config: Any
+    layer_idx: int
+    convention: ClassVar[type[NarrowAttention]]
+    dense_class: ClassVar[type[nn.Module]]
+
+    def __init__(self, dense: Any, q: Projection, k: Projection, *, names: Names, cross: bool, lookup: Lookup) -> None:
+        nn.Module.__init__(self)  # not the dense class's: its layers would be made only to be replaced
+        for key, value in vars(dense).items():
+            vars(self)[key] = value.copy() if isinstance(value, dict) else value
+        self.names, self.cross, self.lookup = names, cross, lookup
+        self.qk_heads: int = getattr(dense, names.heads)
+        self.qk_dim = len(q.weight) // self.qk_heads
+        self.v_dim: int = getattr(dense, names.head_dim)
+        # Of the DENSE width: pruning must not change the temperature.
+        self.qk_scale: float = getattr(dense, names.scale) if names.scale else self.v_dim**-0.5
+        narrow = {"q": q, "k": k}
+        for name, letters in names.parts:
+            if letters != "v":
+                linear = getattr(dense, name)
+                values = last_rows(projection_of(linear), self.qk_heads * self.v_dim)
+                parts = [narrow.get(letter, values) for letter in letters]
+                setattr(self, name, make_linear(linear, *fuse(linear.weight, parts)))
+
+    def extra_repr(self) -> str:
+        return f"heads={self.qk_heads}, qk_dim={self.qk_dim}, v_dim={self.v_dim}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class itself is made at run time: pickle and deepcopy make it anew.
+        return _blank, (self.convention, self.dense_class), vars(self)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        past_key_values: Any = None,
+        key_value_states: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Where both masks are given, attention_mask is that of the queries, also if the other is None.
+        encoder_mask = kwargs.pop("encoder_attention_mask", attention_mask)
+        if self.cross:
+            source = encoder_hidden_states if key_value_states is None else key_value_states
+            attention_mask = encoder_mask
+            (q,) = self._project("q", hidden_states)
+            k, v = self._from_encoder(source, past_key_values)
+        else:
+            q, k, v = self._project("qkv", hidden_states)
+            past = getattr(past_key_values, "self_attention_cache", past_key_values)
+            if past is not None:
+                k, v = past.update(k, v, self.layer_idx)
+        y, weights = self._attend(q, k, v, attention_mask, kwargs)  # (B, n, H, d)
+        return self._finish(y), weights
+
+    def _project(self, wanted: str, states: Tensor | None) -> tuple[Tensor, ...]:
+        """Heads (B, H, n, width) of the wanted ones of q, k and v, each projection run once."""
+        widths = {"q": self.qk_dim, "k": self.qk_dim, "v": self.v_dim}
+        found: dict[str, Tensor] = {}
+        for name, letters in self.names.parts:
+            if set(letters) & set(wanted):
+                split = getattr(self, name)(states).split([self.qk_heads * widths[one] for one in letters], dim=-1)
+                found.update({one: split_heads(x, self.qk_heads) for one, x in zip(letters, split, strict=True)})
+        return tuple(found[letter] for letter in wanted)
+
+    def _from_encoder(self, source: Tensor | None, past: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values of the other sequence; they never change, so a cache has them after the first step."""
+        if past is None:
+            k, v = self._project("kv", source)
+            return k, v
+        store = past.cross_attention_cache
+        if past.is_updated.get(self.layer_idx):
+            layer = store.layers[self.layer_idx]
+            return layer.keys, layer.values
+        k, v = self._project("kv", source)
+        k, v = store.update(k, v, self.layer_idx)
+        past.is_updated[self.layer_idx] = True
+        return k, v
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        kernel = self.config._attn_implementation
+        # Eager takes any width; sdpa's fused kernel wants equal ones except on CUDA; flash kernels always do.
+        if kernel not in ("eager", None) and not (kernel == "sdpa" and q.device.type == "cuda"):
+            q, k = padded(q, k, v.shape[-1])
+        drop = self._dropout() if self.training else 0.0
+        return self.lookup(self)(self, q, k, v, mask, dropout=drop, scaling=self.qk_scale, **kwargs)
+
+    def _dropout(self) -> float:
+        drop = getattr(self, self.names.drop)
+        return float(getattr(drop, "p", drop))
+
+    def _finish(self, y: Tensor) -> Tensor:
+        y = y.flatten(2)
+        for name in self.names.out:
+            y = getattr(self, name)(y)
+        return y
+
+
+class BiasedAttention(NarrowAttention):
+    """MPNet's: a position bias is added to the logits, and there is one way to compute it; weights come on request."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        output_attentions: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        q, k, v = self._project("qkv", hidden_states)
+        given = [bias for bias in (position_bias, attention_mask) if bias is not None]
+        bias = sum(given[1:], given[0]) if given else None
+        drop = self._dropout() if self.training else 0.0
+        if not output_attentions:
+            y = attend(q, k, v, scale=self.qk_scale, mask=bias, drop=drop)
+            return (self._finish(y.transpose(1, 2)),)
+        logits = self.qk_scale * (q @ k.mT)
+        weights = (logits if bias is None else logits + bias).softmax(-1)
+        weights = torch.dropout(weights, drop, self.training)
+        return self._finish((weights @ v).transpose(1, 2)), weights
+
+
+def narrow(
+    dense: nn.Module,
+    q: Projection,
+    k: Projection,
+    *,
+    names: Names,
+    cross: bool,
+    lookup: Lookup,
+    convention: type[NarrowAttention] = NarrowAttention,
+) -> NarrowAttention:
+    """The narrowed version of `dense`, which may have been narrowed before."""
+    cls = type(dense) if isinstance(dense, NarrowAttention) else narrowed(convention, type(dense))
+    return cls(dense, q, k, names=names, cross=cross, lookup=lookup)
+
+
+_classes: dict[tuple[type, type], type[NarrowAttention]] = {}
+
+
+def narrowed(convention: type[NarrowAttention], dense_class: type[nn.Module]) -> type[NarrowAttention]:
+    """The class of a narrowed module: our forward, and still an instance of the dense class. Made once."""
+    key = (convention, dense_class)
+    if key not in _classes:
+        name = f"Narrow{dense_class.__name__}"
+        made = {"__module__": __name__, "__qualname__": name, "convention": convention, "dense_class": dense_class}
+        _classes[key] = type(name, key, made)
+    return _classes[key]
+
+
+def _blank(convention: type[NarrowAttention], dense_class: type[nn.Module]) -> NarrowAttention:
+    cls = narrowed(convention, dense_class)
+    return cls.__new__(cls)
