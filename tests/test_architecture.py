@@ -17,10 +17,11 @@ LEVELS = {
     "stats": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
+    "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "api": 6, "demo": 6,
-    "storage": 7, "sweeping": 7,
-    "cli": 8, "__main__": 9,
+    "api": 7, "demo": 7,
+    "storage": 8, "sweeping": 8,
+    "cli": 9, "__main__": 10,
 }  # fmt: skip
 
 

@@ -98,7 +98,8 @@ def test_folded_projections_give_the_compensated_logits_biases_included() -> Non
     W_q, W_k, b_q, b_k = (torch.randn(s, dtype=torch.float64) for s in ((5, 6), (5, 6), (5,), (5,)))
     M = 0.2 * torch.randn(3, 3, dtype=torch.float64)
     A, B = logit.fold_factors(M)
-    (Wq, bq), (Wk, bk) = logit.fold(W_q, b_q, kept, A), logit.fold(W_k, b_k, kept, B)
+    to_q, to_k = logit.head_map(kept, len(W_q), A), logit.head_map(kept, len(W_k), B)
+    (Wq, bq), (Wk, bk) = (to_q @ W_q, to_q @ b_q), (to_k @ W_k, to_k @ b_k)
     assert bq is not None
     assert bk is not None
     q, k = (x @ W_q.T + b_q)[:, kept], (x @ W_k.T + b_k)[:, kept]

@@ -82,10 +82,9 @@ def test_folding_before_the_rotation_gives_the_predicted_logits(samples: list[tu
     kept, pruned = torch.tensor([0, 1, 4]), torch.tensor([2, 3])
     system = rotary.pair_system(rotary.pair_moments(q.mT @ q, k.mT @ k), kept, pruned)
     ab = rotary.fit_pairs(system, ridge=1e-3)
-    W, b = rotary.fold(W_q, b_q, kept, ab)
-    W_plain, _ = rotary.fold(W_k, None, kept, None)
-    assert b is not None
-    narrow = rotated(x @ W.mT + b, frequencies[kept]) @ rotated(x @ W_plain.mT, frequencies[kept]).mT
+    to_q, to_k = rotary.pair_map(kept, 2 * P, ab), rotary.pair_map(kept, 2 * P)
+    q_narrow = rotated(x @ (to_q @ W_q).mT + to_q @ b_q, frequencies[kept])
+    narrow = q_narrow @ rotated(x @ (to_k @ W_k).mT, frequencies[kept]).mT
     measured = float((q @ k.mT - narrow).square().sum())
     assert measured == pytest.approx(rotary.error(system, ab))
     assert measured < system.T

@@ -72,6 +72,9 @@ def _mlp(site: MLPSite, stats: Statistics) -> Row:
 
 
 def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
+    if site.rotary:
+        into.unavailable[site.name] = "they are turned by their positions, and only products of pairs are kept"
+        return
     sums = stats.grams_of(site.name)
     _require_width(site, sums.fit.width)
     means = _mean_grams(sums)

@@ -21,10 +21,10 @@ from corp.adapters.registry import find_sites
 from corp.batches import Forward, evaluating, example, move
 from corp.calibration import Job, Progress, Settings
 from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
-from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit, split
+from corp.folding import apply_site
 from corp.measure.cost import count_macs, count_params
-from corp.numerics import affine, logit
-from corp.plan import Plan, SitePlan, plan_attention, plan_mlp
+from corp.plan import Plan, SitePlan
+from corp.planning import HeadSums, plan_attention, plan_mlp
 from corp.recipe import Recipe, kept_width
 from corp.report.tables import Report
 from corp.sites import AttentionSite, MLPSite, Site, Sites
@@ -106,7 +106,7 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     smaller = copy.deepcopy(model)
     for site, site_plan in match(sites, plan):
         with _at_site(site), stage("compensate"):
-            _apply_site(smaller, site, stats, site_plan, plan.recipe)
+            apply_site(smaller, site, stats, site_plan, plan.recipe)
     set_history(smaller, (*history(model), plan))
     report = Report(plan, **_before_after(model, smaller, stats.inputs))
     return Result(smaller, plan, report, stats.origin)
@@ -155,7 +155,7 @@ def match(sites: Sites, plan: Plan) -> list[tuple[Site, SitePlan]]:
         site = sites.get(site_plan.name)
         if site is None or site.kind != site_plan.kind:
             raise PlanError(f"the plan has a {site_plan.kind} site {site_plan.name!r}, which this model has not")
-        groups = site.heads if isinstance(site, AttentionSite) else 1
+        groups = site.groups if isinstance(site, AttentionSite) else 1
         if (site.width, groups) != (site_plan.width, len(site_plan.kept)):
             planned = f"{len(site_plan.kept)} x {site_plan.width}"
             raise PlanError(f"{site.name}: the plan is for {planned}, the model has {groups} x {site.width}")
@@ -205,27 +205,7 @@ def _plan_site(model: nn.Module, site: Site, stats: Statistics, recipe: Recipe) 
         down = projection_at(model, site.down)
         W = down.weight.cpu().double()
         return plan_mlp(site, W, down.bias is not None, stats.moments_of(site.name), recipe)
-    return plan_attention(site, stats.grams_of(site.name), recipe)
-
-
-def _apply_site(model: nn.Module, site: Site, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> None:
-    kept = site_plan.indices()
-    pruned = [split(site.width, group) for group in kept]
-    if isinstance(site, MLPSite):
-        down = projection_at(model, site.down)
-        W = down.weight.cpu().double()
-        b = W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
-        mean, cov = moments_for_fit(stats.moments_of(site.name).all, site_plan.intercept)
-        fit = fit_mlp(mean, cov, kept[0], pruned[0], recipe.compensate, recipe.ridge)
-        folded = affine.fold(W, b, kept[0], pruned[0], fit)
-        shrink_mlp(model, site, kept[0], folded, bias=site_plan.intercept or down.bias is not None)
-        return
-    factors = None
-    if recipe.compensate == "full":
-        grams = stats.grams_of(site.name).all
-        systems = (head_system(grams.head(h), kept[h], pruned[h]) for h in range(site.heads))
-        factors = [logit.fold_factors(fit_head(system, "full", recipe.ridge)) for system in systems]
-    shrink_attention(model, site, kept, factors)
+    return plan_attention(site, HeadSums.of(site, stats), recipe)
 
 
 def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -270,8 +250,8 @@ def _tokens(site: SitePlan, stats: Statistics) -> int:
     if site.kind == "mlp":
         sums = stats.moments_of(site.name)
         return sums.fit.n + sums.held.n
-    grams = stats.grams_of(site.name)
-    return grams.fit.tokens + grams.held.tokens
+    attention: Any = stats.sums[site.name]
+    return int(attention.fit.tokens + attention.held.tokens)
 
 
 def _warn(message: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from corp.numerics import affine, logit
+from corp.numerics import affine, logit, rotary
 from corp.stats import Moments
 from corp.stats.grams import HeadGrams
 
@@ -41,3 +41,8 @@ def fit_head(system: logit.LogitSystem, compensate: str, ridge: float) -> Tensor
         return logit.fit_logit(system, ridge=ridge)
     side = round(len(system.h) ** 0.5)
     return system.G.new_zeros(side, side)
+
+
+def fit_turned(system: rotary.PairSystem, compensate: str, ridge: float) -> Tensor:
+    """(a, b) stacked (2S,) for the kept pairs of a rotary head."""
+    return rotary.fit_pairs(system, ridge=ridge) if compensate == "full" else torch.zeros_like(system.h)

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from corp.atomic import read_json, write_text
 from corp.errors import PlanError
-from corp.fitting import fit_head, fit_mlp, head_system, moments_for_fit
-from corp.numerics import affine, logit, rank
-from corp.recipe import KINDS, Recipe, kept_width
-from corp.sites import AttentionSite, MLPSite
-from corp.stages import stage
-from corp.stats import Grams, Moments, SiteSums
+from corp.recipe import KINDS, Recipe
 from corp.text import text_table
 
 PLAN_VERSION = 1
@@ -155,79 +150,6 @@ class Plan:
         if not self.sites:
             return "nothing to prune: every site keeps its width"
         return text_table(COLUMNS, [site.row() for site in self.sites])
-
-
-def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
-    """Rank, choose and predict for one MLP; W (o, D) is the weight of its second linear, in float64."""
-    sparsity = recipe.sparsity("mlp", site.name)
-    keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
-    intercept = uses_intercept(recipe, has_bias)
-    moments = sums.all
-    with stage("rank"):
-        variance = moments.cov.diagonal()
-        scores = rank.mlp_scores(recipe.rank, moments.energy, variance, moments.active_share, W)
-        kept, pruned = rank.top(scores, keep)
-    mean, cov = moments_for_fit(moments, intercept)
-    fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
-    cost = affine.distortion(W, mean, cov, kept, pruned, fit)
-    unseen = judge_mlp(W, sums, kept, pruned, intercept, recipe)
-    costs = (GroupCost(*cost, affine.output_energy(W, mean, cov), *unseen),)
-    return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs)
-
-
-def judge_mlp(
-    W: Tensor, sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, intercept: bool, recipe: Recipe
-) -> tuple[float | None, float | None]:
-    """Fit without the held-out batches; the unexplained share on its own data and on theirs."""
-    if recipe.compensate != "full" or sums.fit.n == 0 or sums.held.n == 0:
-        return None, None
-    mean, cov = moments_for_fit(sums.fit, intercept)
-    fit = fit_mlp(mean, cov, kept, pruned, "full", recipe.ridge)
-
-    def unexplained(moments: Moments) -> float | None:
-        here = moments_for_fit(moments, intercept)
-        whole = affine.error(W, *here, kept, pruned, affine.mean_only(here[0], kept, pruned))
-        return affine.error(W, *here, kept, pruned, fit) / whole if whole > 0 else None
-
-    return unexplained(sums.fit), unexplained(sums.held)
-
-
-def plan_attention(site: AttentionSite, sums: SiteSums[Grams], recipe: Recipe) -> SitePlan:
-    """Rank, choose and predict for every head of one attention."""
-    sparsity = recipe.sparsity("attn", site.name)
-    keep = kept_width(site.width, sparsity, recipe.multiple("attn"))
-    grams = sums.all
-    kept_groups, costs = [], []
-    for h in range(site.heads):
-        head = grams.head(h)
-        with stage("rank"):
-            E = head.energy()
-            kept, pruned = rank.top(E.diagonal(), keep)
-        system = head_system(head, kept, pruned)
-        M = fit_head(system, recipe.compensate, recipe.ridge)
-        kept_groups.append(tuple(kept.tolist()))
-        unseen = judge_head(sums, h, kept, pruned, recipe)
-        costs.append(GroupCost(*logit.distortion(system, M), float(E.sum()), *unseen))
-    return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept_groups), False, tuple(costs))
-
-
-def judge_head(
-    sums: SiteSums[Grams], h: int, kept: Tensor, pruned: Tensor, recipe: Recipe
-) -> tuple[float | None, float | None]:
-    """As judge_mlp, for one head."""
-    if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
-        return None, None
-    systems = [head_system(part.head(h), kept, pruned) for part in (sums.fit, sums.held)]
-    M = fit_head(systems[0], "full", recipe.ridge)
-    fit, held = (logit.error(system, M) / system.T if system.T > 0 else None for system in systems)
-    return fit, held
-
-
-def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
-    """ "auto" takes an intercept where the second linear has a bias to hold it; a mean correction needs one."""
-    if recipe.intercept == "auto":
-        return has_bias or recipe.compensate == "mean"
-    return bool(recipe.intercept)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from corp.errors import RecipeError
 
-RANKINGS = ("combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation")
+RANKINGS = ("combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation", "exact")
 COMPENSATIONS = ("full", "mean", "none")
 # What people would compare with, as settings of the same pipeline: (rank, compensate, intercept).
 PRESETS: dict[str, tuple[str, str, bool | str]] = {

@@ -16,6 +16,8 @@ class Rows:
     """Output features `start:stop` of the linear layer called `module`.
 
     `weight` and `bias` are its parameters' names: nn.MultiheadAttention keeps a linear map as bare parameters.
+    Where heads are packed one by one (q, k, v of the first head, then of the second …), the features come in `runs`,
+    each `period` after the one before.
     """
 
     module: str
@@ -23,10 +25,19 @@ class Rows:
     stop: int
     weight: str = "weight"
     bias: str = "bias"
+    runs: int = 1
+    period: int = 0
 
     @property
     def width(self) -> int:
-        return self.stop - self.start
+        return self.runs * (self.stop - self.start)
+
+    @property
+    def index(self) -> slice | list[int]:
+        """What picks them out of the layer's output features."""
+        if self.runs == 1:
+            return slice(self.start, self.stop)
+        return [i * self.period + j for i in range(self.runs) for j in range(self.start, self.stop)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,17 @@ class MLPSite:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """The first `dims` of every head's queries and keys are turned, in pairs (j, j + dims/2), by their position.
+
+    `argument` of the attention's own forward call holds (cos, sin), each (B, n, dims).
+    """
+
+    dims: int
+    argument: str = "position_embeddings"
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
 
@@ -68,7 +90,8 @@ class AttentionSite:
     projections: one class of surgery/attention.py per calling convention. `out` is the linear that takes the
     heads' concatenated values, `out_width` of them; its input is remembered too, where it is pointed at.
     `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
-    keys have masks of their own: in cross-attention they are tokens of different sequences.
+    keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
+    of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
     """
 
     name: str
@@ -81,12 +104,35 @@ class AttentionSite:
     q_mask: Mask | None = None
     k_mask: Mask | None = None
     causal: bool | None = False
+    window: int | None = None
+    kv_heads: int | None = None
+    rotary: Rotary | None = None
     kind: ClassVar[str] = "attn"
 
     @property
     def width(self) -> int:
         """Q/K dimensions per head."""
         return self.q.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        """How many sets of dimensions are kept: one per key head."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dimensions per head that are turned by their position."""
+        return self.rotary.dims if self.rotary else 0
+
+    @property
+    def plain_width(self) -> int:
+        """Dimensions per head that are not; they come after the others."""
+        return self.width - self.rotary_dims
+
+    @property
+    def plain_name(self) -> str:
+        """What the sums of those dimensions are called, beside the sums of the rotated ones."""
+        return f"{self.name}.unrotated" if self.rotary else self.name
 
 
 Site: TypeAlias = MLPSite | AttentionSite

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from corp.adapters import hf_text, hf_vision
+from corp.adapters import hf_rotary, hf_text, hf_vision
 from corp.adapters.hf_layers import find_in
 from corp.adapters.registry import Adapter, Finding
 from corp.errors import ModelError
 
-FAMILIES = {family.path: family for family in (*hf_text.FAMILIES, *hf_vision.FAMILIES)}
+FAMILIES = {family.path: family for family in (*hf_text.FAMILIES, *hf_vision.FAMILIES, *hf_rotary.FAMILIES)}
 KERNELS = ("eager", "sdpa")  # others are a matter of the machine that runs it, not of the model
 MOST_LAYERS = 1000  # a stranger's config must not build for hours
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -14,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corp.adapters.registry import Finding
 from corp.adapters.torch_attention import multihead
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows
-from corp.surgery.hf_attention import Names, NarrowAttention, narrow
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows
+from corp.surgery.hf_attention import Names, NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.linear import is_linear, projection_of
 from corp.surgery.multihead import NarrowMultihead
 
@@ -40,6 +41,7 @@ class Attention:
     k_mask: str | None = MASK
     convention: type[NarrowAttention] = NarrowAttention
     refuse: Callable[[Any], str | None] = lambda _module: None
+    window: Callable[[Any], int | None] = lambda _module: None
 
 
 @dataclass(frozen=True)
@@ -110,35 +112,48 @@ def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, famil
         yield Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")
         return
     names = entry.names
+    turned = issubclass(entry.convention, RotaryAttention)
+    if turned and before:
+        yield Refusal(name, "attn", "its rotary queries and keys were narrowed already; prune the dense model instead")
+        return
     problem = entry.refuse(module) or not_plain(module, *(part for part, _ in names.parts), *names.out[:1])
     if problem:
         yield Refusal(name, "attn", problem)
         return
-    heads: int = getattr(module, names.heads)
-    values = heads * getattr(module, names.head_dim)
+    heads, kv_heads = names.count_heads(module)
+    values = kv_heads * attrgetter(names.head_dim)(module)
     causal = entry.causal if isinstance(entry.causal, bool) else entry.causal(model.get_submodule(owner), module)
     inner = f"{name}.{names.out[0]}" if names.out else None
     yield AttentionSite(
         name,
-        q=_rows(module, name, names, "q", values),
-        k=_rows(module, name, names, "k", values),
+        q=_rows(module, name, names, "q"),
+        k=_rows(module, name, names, "k"),
         heads=heads,
         build=partial(narrow, names=names, cross=entry.cross, lookup=kernel, convention=entry.convention),
         out=f"{layer}.{entry.out}" if entry.out else inner,
-        out_width=values,
+        out_width=heads * values // kv_heads,
         q_mask=Mask(owner, entry.q_mask) if entry.q_mask else None,
         k_mask=Mask(owner, entry.k_mask) if entry.k_mask else None,
         causal=causal,
+        window=entry.window(module),
+        kv_heads=None if kv_heads == heads else kv_heads,
+        rotary=Rotary(rotated_dims(module)) if turned else None,
     )
 
 
-def _rows(module: Any, name: str, names: Names, letter: str, values: int) -> Rows:
-    """Where queries or keys come out: alone, or packed in order with equally wide others and the values."""
+def _rows(module: Any, name: str, names: Names, letter: str) -> Rows:
+    """Where queries or keys come out: alone, or packed in order with others."""
     linear, letters = next((part, letters) for part, letters in names.parts if letter in letters)
     total = len(projection_of(getattr(module, linear)).weight)
-    width = (total - values * letters.count("v")) // sum(one != "v" for one in letters)
-    start = letters.index(letter) * width
-    return Rows(f"{name}.{linear}", start, start + width)
+    heads, kv_heads = names.count_heads(module)
+    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    values = kv_heads * attrgetter(names.head_dim)(module) if "v" in letters else 0
+    width = (total - values) // sum(counts[one] for one in letters if one != "v")  # of a query or key head
+    if names.by_head:
+        start = letters.index(letter) * width
+        return Rows(f"{name}.{linear}", start, start + width, runs=heads, period=total // heads)
+    start = sum(counts[one] * width for one in letters[: letters.index(letter)])
+    return Rows(f"{name}.{linear}", start, start + counts[letter] * width)
 
 
 def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], family: Family) -> Iterator[Finding]:
@@ -154,7 +169,11 @@ def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], fam
             yield Refusal(site, "mlp", "it runs over pieces of the sequence; set config.chunk_size_feed_forward = 0")
         else:
             width = projection_of(layer.get_submodule(entry.down)).weight.shape[1]
-            up = tuple(Rows(f"{name}.{linear}", 0, width) for linear in entry.up)
+            up = tuple(
+                Rows(f"{name}.{linear}", start, start + width)  # gate and up may be packed in one
+                for linear in entry.up
+                for start in range(0, len(projection_of(layer.get_submodule(linear)).weight), width)
+            )
             yield MLPSite(site, up, f"{name}.{entry.down}", mask=Mask(owner, entry.mask) if entry.mask else None)
         return
     if entries:

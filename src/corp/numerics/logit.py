@@ -78,9 +78,16 @@ def fold_factors(M: Tensor) -> tuple[Tensor, Tensor]:
     return U * root, Vh.mT * root
 
 
-def fold(W: Tensor, b: Tensor | None, kept: Tensor, factor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows of a projection (d, D) and its bias (d,) restricted to `kept` and mixed by `factor` (S, S).
+def query_factors(M: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with all of it on the queries: keys that several query heads share must stay as they are."""
+    identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
+    return identity + M, identity
 
-    The paper folds the weights only; the bias is part of q = x W + b and takes the same factor.
+
+def head_map(kept: Tensor, width: int, factor: Tensor | None = None) -> Tensor:
+    """(S, d): what turns a head's dense rows into its kept ones, mixed by `factor` (S, S) if given.
+
+    It applies to the weight and to the bias: the paper folds the weights only, but q = x W + b.
     """
-    return factor.mT @ W[kept], None if b is None else factor.mT @ b[kept]
+    rows = torch.eye(width, dtype=torch.float64 if factor is None else factor.dtype)[kept]
+    return rows if factor is None else factor.mT @ rows

@@ -23,6 +23,12 @@ from corp.numerics.linalg import mean_diagonal, solve_ridge, solve_vanishing
 TINY = 1e-9  # relative ridge while eliminating: costs are those of the unregularised optimum
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., n, d) with its pairs (j, j + d/2) turned by the angles whose cosines and sines are given, (..., n, d)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
 def pair_moments(g_q: Tensor, g_k: Tensor) -> Tensor:
     """A (..., 2p, 2p) of one sample, from g_q = Q^T Q and g_k = K^T K (..., d, d), pairs as (j, j + p)."""
     (q11, q12), (q21, q22) = _quarters(g_q)
@@ -116,16 +122,13 @@ def eliminate(moments: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return left, pruned.nonzero().squeeze(1)
 
 
-def fold(W: Tensor, b: Tensor | None, kept: Tensor, ab: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The kept pairs' rows of a query projection (d, D), first halves then second, times c = 1 + a - i b."""
-    p = len(W) // 2
-    rows = torch.cat([kept, kept + p])
+def pair_map(kept: Tensor, width: int, ab: Tensor | None = None) -> Tensor:
+    """(2S, d): what turns a head's dense rows into those of the kept pairs, first halves then second, times c.
+
+    c = 1 + a - i b, so that Re(c z) = (1 + a) x + b y; without (a, b) the rows are as they were.
+    """
+    rows = torch.eye(width, dtype=torch.float64 if ab is None else ab.dtype)[torch.cat([kept, kept + width // 2])]
     if ab is None:
-        return W[rows], None if b is None else b[rows]
-    re, im = 1 + ab[: len(kept)], -ab[len(kept) :]
-
-    def times(x: Tensor, y: Tensor) -> Tensor:
-        c, s = (re[:, None], im[:, None]) if x.dim() == 2 else (re, im)
-        return torch.cat([c * x - s * y, s * x + c * y])
-
-    return times(W[kept], W[kept + p]), None if b is None else times(b[kept], b[kept + p])
+        return rows
+    re, im = torch.diag(1 + ab[: len(kept)]), torch.diag(-ab[len(kept) :])
+    return torch.cat([torch.cat([re, -im], 1), torch.cat([im, re], 1)]) @ rows

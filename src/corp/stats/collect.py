@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
+from corp.numerics.rotary import rotate
 from corp.sites import AttentionSite, Mask, MLPSite, Rows, Site
 from corp.stats.grams import Grams
 from corp.stats.masks import Masks, bound, real
 from corp.stats.moments import Moments, shift_of
+from corp.stats.pairs import PairSums
 from corp.stats.site_sums import AnySums, SiteSums, Sums
 
 GOLDEN = 0.6180339887498949  # the fraction whose multiples spread most evenly
@@ -45,10 +47,7 @@ class Collector:
     def __post_init__(self) -> None:
         self.cursor = Cursor()
         self.masks = Masks()
-        self.sums: dict[str, AnySums] = {site.name: _empty(site) for site in self.sites}
-        for site in self.sites:
-            if isinstance(site, AttentionSite) and site.out is not None:
-                self.sums[site.out] = SiteSums(Moments(site.out_width), Moments(site.out_width))
+        self.sums: dict[str, AnySums] = {name: sums for site in self.sites for name, sums in _empty(site).items()}
 
     def _current(self, name: str, kind: type[Sums]) -> Sums:
         """The sums that the batch under way belongs to."""
@@ -132,19 +131,27 @@ class Collector:
     def _watch_attention(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """Queries and keys may come out of one projection or of two; the sums need both."""
         seen: dict[str, Tensor] = {}
+        angles: list[tuple[Tensor, Tensor]] = []
+        attention = model.get_submodule(site.name)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if site.rotary:
+                angles[:] = [bound(attention, args, kwargs)[site.rotary.argument]]
 
         def after(module: str, output: Tensor) -> None:
             for side, rows in (("q", site.q), ("k", site.k)):
                 if rows.module == module:
-                    seen[side] = output[..., rows.start : rows.stop]
+                    seen[side] = output[..., rows.index]
             if len(seen) == 2:
                 q, k = _as_batch(seen.pop("q")), _as_batch(seen.pop("k"))
-                self._add(site, q, k, self.masks.of(site.q_mask), self.masks.of(site.k_mask), bool(site.causal))
+                masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
+                self._add(site, q, k, *masks, bool(site.causal), *angles)
 
         def hook(module: str) -> RemovableHandle:
             return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
 
-        return [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
+        handles = [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
+        return [*handles, attention.register_forward_pre_hook(before, with_kwargs=True)]
 
     def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""
@@ -163,12 +170,31 @@ class Collector:
         return [module.register_forward_pre_hook(before, with_kwargs=True)]
 
     def _add(
-        self, site: AttentionSite, q: Tensor, k: Tensor, q_mask: Tensor | None, k_mask: Tensor | None, causal: bool
+        self,
+        site: AttentionSite,
+        q: Tensor,
+        k: Tensor,
+        q_mask: Tensor | None,
+        k_mask: Tensor | None,
+        causal: bool,
+        angles: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         q_mask, k_mask = _fitting(q_mask, q, site.q_mask), _fitting(k_mask, k, site.k_mask)
-        grams = self._current(site.name, Grams)
-        grams.update(q, k, q_mask=q_mask, k_mask=k_mask, causal=causal and self.causal)
-        _require_finite(grams, site.name)
+        masks: dict[str, Any] = {"q_mask": q_mask, "k_mask": k_mask, "causal": causal and self.causal}
+        if site.rotary and angles:
+            q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
+            q_turned, k_turned = (_turned(x[..., : site.rotary.dims], *angles) for x in (q, k))
+            pairs = self._current(site.name, PairSums)
+            pairs.update(q_turned, k_turned, **masks, window=site.window)
+            _require_finite(pairs, site.name)
+            q, k = (x[..., site.rotary.dims :].flatten(2) for x in (q, k))
+        if site.plain_width:
+            if site.groups < site.heads:
+                shared = site.heads // site.groups
+                k = k.unflatten(-1, (site.groups, -1)).repeat_interleave(shared, dim=2).flatten(2)
+            grams = self._current(site.plain_name, Grams)
+            grams.update(q, k, **masks)
+            _require_finite(grams, site.name)
 
 
 def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -201,10 +227,25 @@ def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None
     return x.reshape(B * n, D)[flat.to(x.device)]
 
 
-def _empty(site: Site) -> AnySums:
+def _empty(site: Site) -> dict[str, AnySums]:
+    """Empty sums of one site, by name: an attention has those of rotated, of other dimensions, of values, if any."""
     if isinstance(site, MLPSite):
-        return SiteSums(Moments(site.width), Moments(site.width))
-    return SiteSums(Grams(site.heads, site.width), Grams(site.heads, site.width))
+        return {site.name: SiteSums(Moments(site.width), Moments(site.width))}
+    sums: dict[str, AnySums] = {}
+    if site.rotary:
+        sums[site.name] = SiteSums(*(PairSums(site.heads, site.groups, site.rotary.dims) for _ in range(2)))
+    if site.plain_width:
+        sums[site.plain_name] = SiteSums(*(Grams(site.heads, site.plain_width) for _ in range(2)))
+    if site.out is not None:
+        sums[site.out] = SiteSums(Moments(site.out_width), Moments(site.out_width))
+    return sums
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (B, n, H, d) -> (B, H, n, d), turned; products are float32 at least, and so is the rotation."""
+    x = x.transpose(1, 2)
+    x = x if x.dtype == torch.float64 else x.float()
+    return rotate(x, cos[:, None].to(x), sin[:, None].to(x))
 
 
 def _as_batch(x: Tensor) -> Tensor:
@@ -247,7 +288,7 @@ def _is_causal(call: dict[str, Any], queries: int, keys: int) -> bool:
     return torch.equal(hidden, torch.ones_like(hidden).triu(1))
 
 
-def _require_finite(sums: Moments | Grams, name: str) -> None:
+def _require_finite(sums: Moments | Grams | PairSums, name: str) -> None:
     if not sums.finite:
         raise StatisticsError(
             f"NaN or Inf in the activations of site {name!r}; check the weights and the input, "

@@ -27,7 +27,8 @@ def site_bytes(site: Site, samples: int | None) -> int:
         return 2 * 8 * site.width**2
     entries = _entries(site, samples)
     held = None if entries is None else -(-entries // HOLD_OUT_EVERY)
-    return _gram_bytes(site, entries) + _gram_bytes(site, held) + 2 * 8 * site.out_width**2
+    pairs = 2 * 2 * 8 * site.heads * site.rotary.dims**2 if site.rotary else 0
+    return pairs + _gram_bytes(site, entries) + _gram_bytes(site, held) + 2 * 8 * site.out_width**2
 
 
 def _entries(site: AttentionSite, samples: int | None) -> int | None:
@@ -37,7 +38,10 @@ def _entries(site: AttentionSite, samples: int | None) -> int | None:
 
 def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
     """Single entries while they are the smaller, the sum of their Kronecker products after that."""
-    t, one = packed_size(site.width), 4 * (site.heads * (2 * packed_size(site.width) + site.width) + 1)
+    width = site.plain_width
+    if width == 0:
+        return 0
+    t, one = packed_size(width), 4 * (site.heads * (2 * packed_size(width) + width) + 1)
     if entries is not None and entries <= t:
         return entries * one
     return 8 * site.heads * t * t + FOLD_BLOCK * one
@@ -49,8 +53,8 @@ def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
     for site in sites:
         if isinstance(site, MLPSite):
             needs.append(4 * site.width**2 + 8 * CHUNK * site.width)
-        elif (entries := _entries(site, samples)) is None or entries > packed_size(site.width):
-            needs.append(_gram_bytes(site, packed_size(site.width)))
+        elif (entries := _entries(site, samples)) is None or entries > packed_size(site.plain_width):
+            needs.append(_gram_bytes(site, packed_size(site.plain_width)))
     return max(needs)
 
 

@@ -38,6 +38,7 @@ class PairSums:
         q_mask: Tensor | None = None,
         k_mask: Tensor | None = None,
         causal: bool = False,
+        window: int | None = None,
     ) -> None:
         """Add samples with rotated queries q (B, H, n, d) and keys k (B, K, m, d); masks are True at real tokens."""
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
@@ -47,7 +48,7 @@ class PairSums:
             q = q * q_mask[:, None, :, None]
         real = torch.ones(len(k), k.shape[2], device=k.device) if k_mask is None else k_mask.float()
         k = k * real[:, None, :, None].to(k)
-        for g_q, g_k, key_sum, keys in _entries(q, k, real, PAIR_BLOCKS if causal else 1):
+        for g_q, g_k, key_sum, keys in _entries(q, k, real, PAIR_BLOCKS if causal else 1, window):
             mean = key_sum / keys.clamp(min=1)[:, None, None]  # (B, K, d)
             centred = g_k - keys[:, None, None, None] * mean[..., :, None] * mean[..., None, :]
             self.raw += self._moments(g_q, g_k)
@@ -98,14 +99,24 @@ class PairSums:
         return {"counts": (2,), "raw": (heads, width, width), "centred": (heads, width, width)}
 
 
-def _entries(q: Tensor, k: Tensor, real: Tensor, blocks: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Grams (B, H, d, d) of a block of queries and of the keys up to its end, their sum (B, K, d) and number (B,)."""
+def _entries(
+    q: Tensor, k: Tensor, real: Tensor, blocks: int, window: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Grams (B, H, d, d) of a block of queries and of the keys it sees; the sum (B, K, d) and number (B,) of these."""
     if blocks == 1:
         yield q.mT @ q, k.mT @ k, k.sum(2), real.sum(1)
         return
     blocks = min(blocks, q.shape[2])
     g_k, key_sum, keys = (torch.zeros((), device=k.device, dtype=k.dtype) for _ in range(3))
     parts = (x.tensor_split(blocks, dim=2) for x in (q, k))
+    start = 0
     for q_block, k_block, here in zip(*parts, real.tensor_split(blocks, dim=1), strict=True):
-        g_k, key_sum, keys = g_k + k_block.mT @ k_block, key_sum + k_block.sum(2), keys + here.sum(1)
+        end = start + q_block.shape[2]
+        if window is None:
+            g_k, key_sum, keys = g_k + k_block.mT @ k_block, key_sum + k_block.sum(2), keys + here.sum(1)
+        else:
+            seen = slice(max(0, start - window + 1), end)
+            near = k[:, :, seen]
+            g_k, key_sum, keys = near.mT @ near, near.sum(2), real[:, seen].sum(1)
         yield q_block.mT @ q_block, g_k, key_sum, keys
+        start = end

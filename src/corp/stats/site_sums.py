@@ -15,9 +15,10 @@ from torch import Tensor
 from corp.errors import StatisticsError
 from corp.stats.grams import Grams
 from corp.stats.moments import Moments
+from corp.stats.pairs import PairSums
 
-Sums = TypeVar("Sums", Moments, Grams)
-AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams]"
+Sums = TypeVar("Sums", Moments, Grams, PairSums)
+AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"
 
 
 @dataclass
@@ -43,40 +44,44 @@ class SiteSums(Generic[Sums]):
 
 @dataclass(frozen=True)
 class Entry:
-    """One site's line in a manifest: what its file must hold. An MLP has no heads."""
+    """One site's line in a manifest: what its file must hold. An MLP has no heads, only rotary sums count key heads."""
 
     width: int
     heads: int
     file: str
-
-    @property
-    def is_moments(self) -> bool:
-        return self.heads == 0
+    kv_heads: int = 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        one = Moments.shapes(self.width) if self.is_moments else Grams.shapes(self.heads, self.width)
+        if self.heads == 0:
+            one = Moments.shapes(self.width)
+        else:
+            one = (PairSums if self.kv_heads else Grams).shapes(self.heads, self.width)
         return {f"{part}.{name}": shape for part in ("fit", "held") for name, shape in one.items()}
 
     def build(self, tensors: Mapping[str, Tensor]) -> AnySums:
-        def part(name: str) -> dict[str, Tensor]:
-            return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
-
-        if self.is_moments:
-            return SiteSums(*(Moments.from_state(self.width, part(name)) for name in ("fit", "held")))
-        return SiteSums(*(Grams.from_state(self.heads, self.width, part(name)) for name in ("fit", "held")))
+        fit, held = (
+            {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+            for name in ("fit", "held")
+        )
+        if self.heads == 0:
+            return SiteSums(*(Moments.from_state(self.width, part) for part in (fit, held)))
+        if self.kv_heads:
+            return SiteSums(*(PairSums.from_state(self.heads, self.kv_heads, self.width, part) for part in (fit, held)))
+        return SiteSums(*(Grams.from_state(self.heads, self.width, part) for part in (fit, held)))
 
 
 def added(first: AnySums, second: AnySums) -> AnySums:
     """The sum of two sites' sums of the same kind."""
     if type(first.fit) is not type(second.fit):
-        raise StatisticsError("sums of an MLP and of an attention do not add")
+        raise StatisticsError("sums of different kinds of sites do not add")
     both: Any = (first.fit, second.fit), (first.held, second.held)
     return SiteSums(*(a + b for a, b in both))
 
 
 def entry_of(sums: AnySums, file: str) -> Entry:
     fit = sums.fit
-    return Entry(fit.width, 0 if isinstance(fit, Moments) else fit.heads, file)
+    heads = 0 if isinstance(fit, Moments) else fit.heads
+    return Entry(fit.width, heads, file, fit.kv_heads if isinstance(fit, PairSums) else 0)
 
 
 def write_sums(path: Path, sums: AnySums) -> None:

@@ -12,6 +12,7 @@ from corp.atomic import file_in, new_folder, read_json
 from corp.errors import StatisticsError
 from corp.stats.grams import Grams
 from corp.stats.moments import Moments
+from corp.stats.pairs import PairSums
 from corp.stats.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
 
 FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 2, "statistics.json"
@@ -38,6 +39,9 @@ class Statistics:
 
     def grams_of(self, name: str) -> SiteSums[Grams]:
         return _of_kind(Grams, self.sums, name)
+
+    def pairs_of(self, name: str) -> SiteSums[PairSums]:
+        return _of_kind(PairSums, self.sums, name)
 
     def __add__(self, other: Statistics) -> Statistics:
         header = merged_header(self, other)
@@ -137,10 +141,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _entry(folder: Path, name: str, raw: Any) -> Entry:
-    keys = {"width": int, "heads": int, "file": str}
+    keys = {"width": int, "heads": int, "file": str, "kv_heads": int}
     if not isinstance(raw, dict) or set(raw) != set(keys) or any(type(raw[k]) is not t for k, t in keys.items()):
         raise StatisticsError(f"{folder / MANIFEST}: the entry of site {name!r} is malformed")
-    if not 1 <= raw["width"] <= 2**20 or not 0 <= raw["heads"] <= 2**16 or Path(raw["file"]).name != raw["file"]:
+    if (
+        not 1 <= raw["width"] <= 2**20
+        or not 0 <= raw["kv_heads"] <= raw["heads"] <= 2**16
+        or Path(raw["file"]).name != raw["file"]
+    ):
         raise StatisticsError(f"{folder / MANIFEST}: the entry of site {name!r} has impossible values")
     return Entry(**raw)
 

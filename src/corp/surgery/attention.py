@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corp.numerics import logit
 from corp.sites import AttentionSite
 from corp.surgery.linear import Projection, fuse, last_rows, make_linear, projection_of, rows_of
 
@@ -144,20 +143,21 @@ def fuse_projections(dense: Any, *parts: Projection, values: int) -> nn.Module:
     return make_linear(dense, *fuse(dense.weight, [*parts, kept]))
 
 
-Factors = tuple[torch.Tensor, torch.Tensor]
+class HeadMaps(NamedTuple):
+    """What turns every head's dense rows into its new ones, (e, d) each: of all query heads, and of all key heads."""
+
+    q: Sequence[Tensor]
+    k: Sequence[Tensor]
 
 
-def shrink_attention(
-    model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], factors: Sequence[Factors] | None
-) -> None:
-    """Keep the dimensions kept[h] (S,) of every head, mixed by factors[h] = (A for queries, B for keys) if given."""
+def shrink_attention(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], maps: HeadMaps | None) -> None:
+    """Keep the dimensions kept[g] (e,) of every key head and of the query heads that share it, mapped if given."""
     dense = model.get_submodule(site.name)
-    sides = (site.q, site.k)
-    q, k = (
-        _narrow(rows_of(model, rows), kept, None if factors is None else [pair[side] for pair in factors])
-        for side, rows in enumerate(sides)
-    )
-    model.set_submodule(site.name, site.build(dense, q, k))
+    shared = site.heads // site.groups
+    q = _narrow(rows_of(model, site.q), [group for group in kept for _ in range(shared)], maps and maps.q)
+    k = _narrow(rows_of(model, site.k), kept, maps and maps.k)
+    which = {"kept": torch.stack(list(kept))} if site.rotary else {}  # it has to know its frequencies
+    model.set_submodule(site.name, site.build(dense, q, k, **which))
     _without_nested_tensors(model, site.name)
 
 
@@ -170,19 +170,17 @@ def _without_nested_tensors(model: nn.Module, name: str) -> None:
             parent.use_nested_tensor = False
 
 
-def _narrow(dense: Projection, kept: Sequence[Tensor], factors: Sequence[Tensor] | None) -> Projection:
+def _narrow(dense: Projection, kept: Sequence[Tensor], maps: Sequence[Tensor] | None) -> Projection:
     """Every head's rows restricted to what it keeps; folding is float64, the cast comes last (in make_linear)."""
     heads = len(kept)
     W = dense.weight.reshape(heads, -1, dense.weight.shape[1])  # (H, d, D)
     b = None if dense.bias is None else dense.bias.reshape(heads, -1)  # (H, d)
-    weights, biases = [], []
-    for h, index in enumerate(kept):
-        if factors is None:
-            index = index.to(W.device)
-            weight, bias = W[h][index], None if b is None else b[h][index]
-        else:  # on the CPU: not every device has float64
-            dense_bias = None if b is None else b[h].cpu().double()
-            weight, bias = logit.fold(W[h].cpu().double(), dense_bias, index, factors[h])
-        weights.append(weight)
-        biases.append(bias)
-    return Projection(torch.cat(weights), None if b is None else torch.cat([x for x in biases if x is not None]))
+    if maps is None:
+        index = [group.to(W.device) for group in kept]
+        weight = torch.cat([rows[i] for rows, i in zip(W, index, strict=True)])
+        return Projection(weight, None if b is None else torch.cat([v[i] for v, i in zip(b, index, strict=True)]))
+    # On the CPU: not every device has float64.
+    weight = torch.cat([m @ rows.cpu().double() for m, rows in zip(maps, W, strict=True)])
+    return Projection(
+        weight, None if b is None else torch.cat([m @ v.cpu().double() for m, v in zip(maps, b, strict=True)])
+    )

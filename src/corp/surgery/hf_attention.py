@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from corp.numerics.rotary import rotate
 from corp.surgery.attention import attend, padded, split_heads
 from corp.surgery.linear import Projection, fuse, last_rows, make_linear, projection_of
 
@@ -26,7 +28,9 @@ class Names:
 
     `parts` maps each input projection to what comes out of it, in order: ("c_attn", "qkv") is a packed one. `out` are
     the modules that the heads' output goes through, none where the output projection is not inside the attention.
-    `scale` is None where it is head_dim^-1/2, unnamed.
+    `scale` is None where it is head_dim^-1/2, unnamed. Names may have dots. `kv_heads`: query heads share key and value
+    heads. `by_head`: a packed projection holds q, k and v of one head after the other. `extras` are what the attention
+    function is told besides, and where it stands.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -35,9 +39,28 @@ class Names:
     scale: str | None
     drop: str
     head_dim: str = "head_dim"
+    kv_heads: str | None = None
+    by_head: bool = False
+    extras: tuple[tuple[str, str], ...] = ()
 
     def part_with(self, letter: str) -> str:
         return next(name for name, letters in self.parts if letter in letters)
+
+    def count_heads(self, module: Any) -> tuple[int, int]:
+        """Of queries, and of keys and values."""
+        heads: int = attrgetter(self.heads)(module)
+        return heads, heads if self.kv_heads is None else attrgetter(self.kv_heads)(module)
+
+    def values_of(self, module: Any, name: str) -> Projection:
+        """The values' part of the packed projection `name`."""
+        whole, heads = projection_of(getattr(module, name)), self.count_heads(module)[1]
+        width: int = attrgetter(self.head_dim)(module)
+        if not self.by_head:
+            return last_rows(whole, heads * width)
+        weight = whole.weight.unflatten(0, (heads, -1))[:, -width:].flatten(0, 1)
+        return Projection(
+            weight, None if whole.bias is None else whole.bias.unflatten(0, (heads, -1))[:, -width:].flatten()
+        )
 
 
 class NarrowAttention(nn.Module):
@@ -53,17 +76,16 @@ class NarrowAttention(nn.Module):
         for key, value in vars(dense).items():
             vars(self)[key] = value.copy() if isinstance(value, dict) else value
         self.names, self.cross, self.lookup = names, cross, lookup
-        self.qk_heads: int = getattr(dense, names.heads)
+        self.qk_heads, self.kv_count = names.count_heads(dense)
         self.qk_dim = len(q.weight) // self.qk_heads
-        self.v_dim: int = getattr(dense, names.head_dim)
+        self.v_dim: int = attrgetter(names.head_dim)(dense)
         # Of the DENSE width: pruning must not change the temperature.
         self.qk_scale: float = getattr(dense, names.scale) if names.scale else self.v_dim**-0.5
         narrow = {"q": q, "k": k}
         for name, letters in names.parts:
             if letters != "v":
                 linear = getattr(dense, name)
-                values = last_rows(projection_of(linear), self.qk_heads * self.v_dim)
-                parts = [narrow.get(letter, values) for letter in letters]
+                parts = [narrow[letter] if letter in narrow else names.values_of(dense, name) for letter in letters]
                 setattr(self, name, make_linear(linear, *fuse(linear.weight, parts)))
 
     def extra_repr(self) -> str:
@@ -101,11 +123,12 @@ class NarrowAttention(nn.Module):
     def _project(self, wanted: str, states: Tensor | None) -> tuple[Tensor, ...]:
         """Heads (B, H, n, width) of the wanted ones of q, k and v, each projection run once."""
         widths = {"q": self.qk_dim, "k": self.qk_dim, "v": self.v_dim}
+        heads = {"q": self.qk_heads, "k": self.kv_count, "v": self.kv_count}
         found: dict[str, Tensor] = {}
         for name, letters in self.names.parts:
             if set(letters) & set(wanted):
-                split = getattr(self, name)(states).split([self.qk_heads * widths[one] for one in letters], dim=-1)
-                found.update({one: split_heads(x, self.qk_heads) for one, x in zip(letters, split, strict=True)})
+                split = getattr(self, name)(states).split([heads[one] * widths[one] for one in letters], dim=-1)
+                found.update({one: split_heads(x, heads[one]) for one, x in zip(letters, split, strict=True)})
         return tuple(found[letter] for letter in wanted)
 
     def _from_encoder(self, source: Tensor | None, past: Any) -> tuple[Tensor, Tensor]:
@@ -127,9 +150,12 @@ class NarrowAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         kernel = self.config._attn_implementation
         # Eager takes any width; sdpa's fused kernel wants equal ones except on CUDA; flash kernels always do.
-        if kernel not in ("eager", None) and not (kernel == "sdpa" and q.device.type == "cuda"):
+        # A single query gains nothing from the fused kernel, and padding would copy the whole cache.
+        single = kernel == "sdpa" and (q.device.type == "cuda" or q.shape[2] == 1)
+        if kernel not in ("eager", None) and not single:
             q, k = padded(q, k, v.shape[-1])
         drop = self._dropout() if self.training else 0.0
+        kwargs = {**{name: attrgetter(place)(self) for name, place in self.names.extras}, **kwargs}
         return self.lookup(self)(self, q, k, v, mask, dropout=drop, scaling=self.qk_scale, **kwargs)
 
     def _dropout(self) -> float:
@@ -141,6 +167,51 @@ class NarrowAttention(nn.Module):
         for name in self.names.out:
             y = getattr(self, name)(y)
         return y
+
+
+class RotaryAttention(NarrowAttention):
+    """Queries and keys are turned by their positions; every key head has kept frequencies of its own."""
+
+    frequencies: Tensor  # (K, e): which rotated dimensions each key head kept
+
+    def __init__(self, dense: Any, q: Projection, k: Projection, *, kept: Tensor, **options: Any) -> None:
+        super().__init__(dense, q, k, **options)
+        dims = rotated_dims(dense)
+        self.turned = int((kept[0] < dims).sum())
+        index = kept[:, : self.turned].to(q.weight.device)
+        self.register_buffer("frequencies", index, persistent=False)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self._project("qkv", hidden_states)
+        # (B, n, d) -> (B, K, n, e): the angles of each key head's frequencies.
+        cos, sin = (x[..., self.frequencies].transpose(1, 2) for x in position_embeddings)
+        shared = self.qk_heads // self.kv_count
+        q = self._turn(q, cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1))
+        k = self._turn(k, cos, sin)
+        past = layer_past if past_key_values is None else past_key_values
+        if past is not None:
+            k, v = past.update(k, v, self.layer_idx)
+        y, weights = self._attend(q, k, v, attention_mask, kwargs)
+        return self._finish(y), weights
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned, rest = x[..., : self.turned], x[..., self.turned :]
+        return torch.cat([rotate(turned, cos, sin), rest], -1) if rest.shape[-1] else rotate(turned, cos, sin)
+
+
+def rotated_dims(attention: Any) -> int:
+    """How many dimensions of a head are turned: all of them where the module does not say."""
+    known = getattr(attention, "rotary_ndims", None)
+    return int(attention.head_dim if known is None else known)
 
 
 class BiasedAttention(NarrowAttention):
@@ -176,10 +247,11 @@ def narrow(
     cross: bool,
     lookup: Lookup,
     convention: type[NarrowAttention] = NarrowAttention,
+    **more: Any,
 ) -> NarrowAttention:
     """The narrowed version of `dense`, which may have been narrowed before."""
     cls = type(dense) if isinstance(dense, NarrowAttention) else narrowed(convention, type(dense))
-    return cls(dense, q, k, names=names, cross=cross, lookup=lookup)
+    return cls(dense, q, k, names=names, cross=cross, lookup=lookup, **more)
 
 
 _classes: dict[tuple[type, type], type[NarrowAttention]] = {}

@@ -55,8 +55,7 @@ def _at(module: nn.Module, rows: Rows) -> Projection:
 
 
 def _cut(whole: Projection, rows: Rows) -> Projection:
-    part = slice(rows.start, rows.stop)
-    return Projection(whole.weight[part], None if whole.bias is None else whole.bias[part])
+    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])
 
 
 def make_linear(like: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:

@@ -1,0 +1,104 @@
+"""Decoders with rotary positions: Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from corp.adapters.hf_layers import Attention, Family, Layer, Mlp
+from corp.surgery.hf_attention import Names, RotaryAttention
+
+_SEPARATE = (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
+_HEADS = {"heads": "config.num_attention_heads", "kv_heads": "config.num_key_value_heads"}
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
+NORMALISED = (
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
+    "the length cannot"
+)
+
+
+def _names(*out: str, parts: Any = _SEPARATE, extras: tuple[tuple[str, str], ...] = (), **other: Any) -> Names:
+    return Names(parts, out, scale="scaling", drop="attention_dropout", extras=extras, **{**_HEADS, **other})
+
+
+def _attention(cls: str, names: Names, **other: Any) -> Attention:
+    return Attention("self_attn", cls, names, causal=True, convention=RotaryAttention, **other)
+
+
+def _window(module: Any) -> int | None:
+    """Of this layer, where layers differ, else of all."""
+    known: int | None = getattr(module, "sliding_window", None)
+    return getattr(module.config, "sliding_window", None) if not hasattr(module, "sliding_window") else known
+
+
+def _family(
+    package: str, prefix: str, attention: Attention, up: tuple[str, ...] = _GATED, down: str = "mlp.down_proj"
+) -> Family:
+    mlp = Mlp("mlp", up, down, cls=f"{prefix}MLP")
+    return Family(f"{package}.modeling_{package}", {f"{prefix}DecoderLayer": Layer((attention,), (mlp,))})
+
+
+def _normalised(_module: Any) -> str:
+    return NORMALISED
+
+
+def _layer_norms(module: Any) -> str | None:
+    return NORMALISED if module.qk_layernorm else None
+
+
+def _bidirectional(module: Any) -> str | None:
+    return None if module.is_causal else "use_bidirectional_attention is not understood"
+
+
+WINDOW = (("sliding_window", "sliding_window"),)
+CONFIG_WINDOW = (("sliding_window", "config.sliding_window"),)
+SOFTCAP = (("softcap", "attn_logit_softcapping"),)
+
+FAMILIES = (
+    _family("llama", "Llama", _attention("LlamaAttention", _names("o_proj"))),
+    _family(
+        "mistral", "Mistral", _attention("MistralAttention", _names("o_proj", extras=CONFIG_WINDOW), window=_window)
+    ),
+    _family("qwen2", "Qwen2", _attention("Qwen2Attention", _names("o_proj", extras=WINDOW), window=_window)),
+    _family("qwen3", "Qwen3", _attention("Qwen3Attention", _names("o_proj"), refuse=_normalised)),
+    _family("gemma", "Gemma", _attention("GemmaAttention", _names("o_proj"), refuse=_bidirectional)),
+    _family(
+        "gemma2",
+        "Gemma2",
+        _attention(
+            "Gemma2Attention", _names("o_proj", extras=(*WINDOW, *SOFTCAP)), window=_window, refuse=_bidirectional
+        ),
+    ),
+    _family("gemma3", "Gemma3", _attention("Gemma3Attention", _names("o_proj"), refuse=_normalised)),
+    _family("phi", "Phi", _attention("PhiAttention", _names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"),
+    _family(
+        "phi3",
+        "Phi3",
+        _attention(
+            "Phi3Attention", _names("o_proj", parts=(("qkv_proj", "qkv"),), extras=CONFIG_WINDOW), window=_window
+        ),
+        ("mlp.gate_up_proj",),
+    ),
+    Family(
+        "gpt_neox.modeling_gpt_neox",
+        {
+            "GPTNeoXLayer": Layer(
+                (
+                    Attention(
+                        "attention",
+                        "GPTNeoXAttention",
+                        _names(
+                            "dense",
+                            parts=(("query_key_value", "qkv"),),
+                            by_head=True,
+                            head_dim="head_size",
+                            kv_heads=None,
+                        ),
+                        causal=True,
+                        convention=RotaryAttention,
+                    ),
+                ),
+                (Mlp("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", cls="GPTNeoXMLP"),),
+            )
+        },
+    ),
+)

@@ -1,0 +1,187 @@
+"""What every site keeps and what that costs: rank, choose, predict. No data, no change to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from corp.fitting import fit_head, fit_mlp, fit_turned, head_system, moments_for_fit
+from corp.numerics import affine, exact, logit, rank, rotary
+from corp.plan import GroupCost, SitePlan
+from corp.recipe import Recipe, kept_width
+from corp.sites import AttentionSite, MLPSite
+from corp.stages import stage
+from corp.stats import Grams, Moments, SiteSums, Statistics
+from corp.stats.pairs import PairSums
+
+Part: TypeAlias = tuple[tuple[int, ...], GroupCost]  # dimensions kept, and their cost
+
+
+class HeadSums(NamedTuple):
+    """The sums of an attention's rotated dimensions and of the others, where it has them."""
+
+    pairs: SiteSums[PairSums] | None
+    grams: SiteSums[Grams] | None
+
+    @classmethod
+    def of(cls, site: AttentionSite, stats: Statistics) -> HeadSums:
+        pairs = stats.pairs_of(site.name) if site.rotary else None
+        return cls(pairs, stats.grams_of(site.plain_name) if site.plain_width else None)
+
+    @property
+    def tokens(self) -> int:
+        """Queries seen."""
+        some = self.grams if self.pairs is None else self.pairs
+        assert some is not None
+        return some.fit.tokens + some.held.tokens
+
+
+def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
+    """Rank, choose and predict for one MLP; W (o, D) is the weight of its second linear, in float64."""
+    sparsity = recipe.sparsity("mlp", site.name)
+    keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
+    intercept = uses_intercept(recipe, has_bias)
+    moments = sums.all
+    mean, cov = moments_for_fit(moments, intercept)
+    with stage("rank"):
+        kept, pruned = choose_channels(W, moments, cov, keep, recipe)
+    fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
+    cost = affine.distortion(W, mean, cov, kept, pruned, fit)
+    unseen = judge_mlp(W, sums, kept, pruned, intercept, recipe)
+    costs = (GroupCost(*cost, affine.output_energy(W, mean, cov), *unseen),)
+    return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs)
+
+
+def choose_channels(W: Tensor, moments: Moments, cov: Tensor, keep: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """(kept, pruned) by the recipe's ranking."""
+    if recipe.rank == "exact":
+        return exact.elimination_path(W, cov, ridge=recipe.ridge, least=keep).keep(keep)
+    scores = rank.mlp_scores(recipe.rank, moments.energy, moments.cov.diagonal(), moments.active_share, W)
+    return rank.top(scores, keep)
+
+
+def judge_mlp(
+    W: Tensor, sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, intercept: bool, recipe: Recipe
+) -> tuple[float | None, float | None]:
+    """Fit without the held-out batches; the unexplained share on its own data and on theirs."""
+    if recipe.compensate != "full" or sums.fit.n == 0 or sums.held.n == 0:
+        return None, None
+    mean, cov = moments_for_fit(sums.fit, intercept)
+    fit = fit_mlp(mean, cov, kept, pruned, "full", recipe.ridge)
+
+    def unexplained(moments: Moments) -> float | None:
+        here = moments_for_fit(moments, intercept)
+        whole = affine.error(W, *here, kept, pruned, affine.mean_only(here[0], kept, pruned))
+        return affine.error(W, *here, kept, pruned, fit) / whole if whole > 0 else None
+
+    return unexplained(sums.fit), unexplained(sums.held)
+
+
+def plan_attention(site: AttentionSite, sums: HeadSums, recipe: Recipe) -> SitePlan:
+    """Rank, choose and predict for every key head of one attention and the query heads that share it."""
+    sparsity = recipe.sparsity("attn", site.name)
+    turned, plain = widths(site, sparsity, recipe.multiple("attn"))
+    kept_groups, costs = [], []
+    for g in range(site.groups):
+        parts = []
+        if sums.pairs is not None:
+            parts.append(plan_pairs(sums.pairs, g, turned // 2, recipe))
+        if sums.grams is not None:
+            heads = site.heads // site.groups
+            parts.append(plan_heads(sums.grams, range(g * heads, (g + 1) * heads), plain, recipe))
+        starts = [0] * (sums.pairs is not None) + [site.rotary_dims] * (sums.grams is not None)
+        kept_groups.append(tuple(start + i for (kept, _), start in zip(parts, starts, strict=True) for i in kept))
+        costs.append(_together([cost for _, cost in parts]))
+    return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept_groups), False, tuple(costs))
+
+
+def widths(site: AttentionSite, sparsity: float, multiple: int) -> tuple[int, int]:
+    """How many rotated (in whole pairs) and how many other dimensions every head keeps."""
+    plain = kept_width(site.plain_width, sparsity, multiple) if site.plain_width else 0
+    turned = 2 * kept_width(site.rotary_dims // 2, sparsity, -(-multiple // 2)) if site.rotary_dims else 0
+    return turned, plain
+
+
+def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe) -> Part:
+    """One kept set of plain dimensions for query heads that share a key head."""
+    whole = sums.all
+    grams = [whole.head(h) for h in heads]
+    with stage("rank"):
+        energies = [head.energy() for head in grams]
+        kept, pruned = rank.top(torch.stack([E.diagonal() for E in energies]).sum(0), keep)
+    costs = []
+    for h, head, E in zip(heads, grams, energies, strict=True):
+        system = head_system(head, kept, pruned)
+        M = fit_head(system, recipe.compensate, recipe.ridge)
+        costs.append(
+            GroupCost(*logit.distortion(system, M), float(E.sum()), *judge_head(sums, h, kept, pruned, recipe))
+        )
+    return tuple(kept.tolist()), _together(costs)
+
+
+def plan_pairs(sums: SiteSums[PairSums], g: int, keep: int, recipe: Recipe) -> Part:
+    """One kept set of rotated pairs, for query heads that share key head g; every head is corrected by itself."""
+    centred = recipe.rank == "exact"
+    moments = sums.all.group(g, centred=centred)  # (R, d, d)
+    with stage("rank"):
+        if recipe.rank == "exact":
+            kept, pruned = rotary.eliminate(moments, keep)
+        else:
+            kept, pruned = rank.top(torch.stack([rotary.pair_energy(A) for A in moments]).sum(0), keep)
+    costs = []
+    for h, A in enumerate(moments):
+        system = rotary.pair_system(A, kept, pruned)
+        unseen = judge_pairs(sums, (g, h), kept, pruned, recipe)
+        fit = fit_turned(system, recipe.compensate, recipe.ridge)
+        costs.append(GroupCost(*rotary.distortion(system, fit), rotary.logit_energy(A), *unseen))
+    return (*kept.tolist(), *(kept + moments.shape[-1] // 2).tolist()), _together(costs)
+
+
+def judge_pairs(
+    sums: SiteSums[PairSums], head: tuple[int, int], kept: Tensor, pruned: Tensor, recipe: Recipe
+) -> tuple[float | None, float | None]:
+    """As judge_mlp, for the pairs of one query head (its key head, its number among those that share it)."""
+    if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
+        return None, None
+    group, h = head
+    both = (part.group(group, centred=recipe.rank == "exact")[h] for part in (sums.fit, sums.held))
+    systems = [rotary.pair_system(A, kept, pruned) for A in both]
+    ab = rotary.fit_pairs(systems[0], ridge=recipe.ridge)
+    fit, held = (rotary.error(system, ab) / system.T if system.T > 0 else None for system in systems)
+    return fit, held
+
+
+def _together(costs: Sequence[GroupCost]) -> GroupCost:
+    """The cost of what is kept together; shares are weighted by what was lost."""
+    if len(costs) == 1:
+        return costs[0]
+    J, J_star, lost, energy = (sum(getattr(c, name) for c in costs) for name in ("J", "J_star", "J_uncomp", "energy"))
+    rho2 = min(1.0, max(0.0, 1 - J_star / lost)) if lost > 0 else 1.0
+    unseen = []
+    for name in ("fit", "held"):
+        known = [(getattr(c, name), c.J_uncomp) for c in costs if getattr(c, name) is not None]
+        weight = sum(w for _, w in known)
+        unseen.append(sum(x * w for x, w in known) / weight if weight > 0 else None)
+    return GroupCost(J, J_star, lost, rho2, energy, *unseen)
+
+
+def judge_head(
+    sums: SiteSums[Grams], h: int, kept: Tensor, pruned: Tensor, recipe: Recipe
+) -> tuple[float | None, float | None]:
+    """As judge_mlp, for one head."""
+    if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
+        return None, None
+    systems = [head_system(part.head(h), kept, pruned) for part in (sums.fit, sums.held)]
+    M = fit_head(systems[0], "full", recipe.ridge)
+    fit, held = (logit.error(system, M) / system.T if system.T > 0 else None for system in systems)
+    return fit, held
+
+
+def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
+    """ "auto" takes an intercept where the second linear has a bias to hold it; a mean correction needs one."""
+    if recipe.intercept == "auto":
+        return has_bias or recipe.compensate == "mean"
+    return bool(recipe.intercept)
