@@ -44,10 +44,8 @@ class PairSums:
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
         self.tokens += q.shape[0] * q.shape[2] if q_mask is None else int(q_mask.sum())
-        if q_mask is not None:
-            q = q * q_mask[:, None, :, None]
+        q, k = _zeroed(q, q_mask), _zeroed(k, k_mask)
         real = torch.ones(len(k), k.shape[2], device=k.device) if k_mask is None else k_mask.float()
-        k = k * real[:, None, :, None].to(k)
         for g_q, g_k, key_sum, keys in _entries(q, k, real, PAIR_BLOCKS if causal else 1, window):
             mean = key_sum / keys.clamp(min=1)[:, None, None]  # (B, K, d)
             centred = g_k - keys[:, None, None, None] * mean[..., :, None] * mean[..., None, :]
@@ -97,6 +95,11 @@ class PairSums:
     @staticmethod
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
         return {"counts": (2,), "raw": (heads, width, width), "centred": (heads, width, width)}
+
+
+def _zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads (B, H, n, d) without padding, which may hold anything, NaN included."""
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def _entries(
