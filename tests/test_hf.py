@@ -17,6 +17,7 @@ import corp
 from corp import CorpError, Recipe, Result
 from corp.calibration import Settings
 from corp.measure.cost import count_params
+from corp.stats.grams import CAUSAL_BLOCKS
 from tests import hf_models
 from tests.models import FAMILIES, batches, build, run
 
@@ -188,7 +189,7 @@ def test_ignoring_causality_is_a_setting_and_gives_other_sums() -> None:
     model, data = build("hf-opt"), batches("hf-opt")
     blocks, whole = (corp.calibrate(model, data, settings=Settings(causal=c)) for c in (True, False))
     name = "model.decoder.layers.0.self_attn"
-    assert (blocks.grams_of(name).all.entries, whole.grams_of(name).all.entries) == (8 * 150, 150)
+    assert (blocks.grams_of(name).all.entries, whole.grams_of(name).all.entries) == (CAUSAL_BLOCKS * 150, 150)
     assert float(blocks.grams_of(name).all.head(0).energy().sum()) < float(
         whole.grams_of(name).all.head(0).energy().sum()
     )
@@ -281,6 +282,13 @@ def test_a_narrowed_attention_can_be_pickled_and_copied() -> None:
     model, batch = pruned("hf-opt"), batches("hf-opt", 1, 2)[0]
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert torch.equal(run(again, batch), run(model, batch))
+
+
+@pytest.mark.parametrize("family", ["hf-opt", "torch-encoder", "vit"])
+def test_a_pruned_model_compiles_into_one_graph(family: str) -> None:
+    model, batch = pruned(family), batches(family, 1, 4)[0]
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(whole, batch), run(model, batch))
 
 
 # What is not understood.
