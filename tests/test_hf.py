@@ -167,6 +167,15 @@ def test_masks_reach_models_inside_a_users_own() -> None:
     )
 
 
+def test_masks_are_seen_through_offloading() -> None:
+    model, ids = build("hf-opt"), documents(12)
+    data = [{key: value for key, value in padded(ids, "right").items() if key != "position_ids"}]
+    away = corp.calibrate(model, data, settings=Settings(tokens="all", offload="cpu"))
+    assert_same_statistics(corp.calibrate(model, data, settings=Settings(tokens="all")), away)
+    with pytest.raises(CorpError, match="cannot be calibrated with offloaded weights"):
+        corp.calibrate(build("torch-encoder"), batches("torch-encoder"), settings=Settings(offload="cpu"))
+
+
 def test_masks_that_do_not_tell_padding_are_refused() -> None:
     model, ids = build("hf-bert"), batches("hf-bert")[0]["input_ids"]
     square = torch.zeros(len(ids), 1, 11, 11, dtype=torch.float64)
@@ -255,6 +264,17 @@ def test_eager_and_sdpa_agree_and_eager_returns_its_weights(family: str) -> None
         assert len(weights) == 2
         assert all(w.dim() == 4 for w in weights)
         torch.testing.assert_close(weights[0].sum(-1), torch.ones_like(weights[0].sum(-1)))
+
+
+def test_weights_are_returned_once_where_the_dense_model_returned_them_before() -> None:
+    """transformers hooks the dense attentions on first demand; the narrowed ones take the hooks over."""
+    model, data = build("hf-opt"), batches("hf-opt")
+    model.set_attn_implementation("eager")
+    dense = model(**data[0], output_attentions=True).attentions
+    smaller = corp.prune(model, data, Recipe(attn=0.25)).model
+    narrow = smaller(**data[0], output_attentions=True).attentions
+    assert len(narrow) == len(dense) == 2
+    assert 0 < float((narrow[0] - dense[0]).detach().abs().max()) < 1
 
 
 def test_mpnet_returns_its_weights_on_request() -> None:
