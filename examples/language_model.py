@@ -16,7 +16,6 @@ from corp.evaluate.language import IGNORED, NextTokens
 from corp.evaluate.run import Contender, side_by_side
 from corp.measure.cost import count_params
 
-
 CONFIG = GPT2Config(vocab_size=100, n_positions=24, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
 
 
