@@ -13,6 +13,8 @@ from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock, Vi
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import Tensor, nn
 
+import corp
+from corp import Recipe, Result
 from tests import hf_models
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
@@ -56,8 +58,9 @@ def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model
 
 
-def batches(family: str, count: int = 3, size: int = 50, dtype: torch.dtype = torch.float64) -> list[Any]:
-    """Random batches that the family takes."""
+def batches(family: str, count: int = 3, size: int = 0, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """Random batches that the family takes; of 50, or 20 where that is enough."""
+    size = size or (50 if family in TIMM else 20)
     generator = torch.Generator().manual_seed(2)
     return [_cast(FAMILIES[family].batch(size, generator), dtype) for _ in range(count)]
 
@@ -68,10 +71,19 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return batch.to(dtype) if batch.is_floating_point() else batch
 
 
+def call(model: nn.Module, batch: Any) -> Any:
+    return model(**batch) if isinstance(batch, dict) else model(batch)
+
+
 def run(model: nn.Module, batch: Any) -> Tensor:
     """The model's output as one tensor."""
     with torch.no_grad():
-        return hf_models.output_of(model(**batch) if isinstance(batch, dict) else model(batch))
+        return hf_models.output_of(call(model, batch))
+
+
+def prune(model: nn.Module, data: list[Any], recipe: Recipe) -> Result:
+    """corp.prune without counting operations (inputs that go through `forward` are unknown), which takes longest."""
+    return corp.prune(model, data, recipe, forward=call)
 
 
 def images(batches: int = 3, size: int = 50, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -19,7 +19,7 @@ from corp.calibration import Settings
 from corp.sites import MLPSite, Rows
 from corp.stats.grams import CAUSAL_BLOCKS
 from tests.hf_models import output_of
-from tests.models import FAMILIES, batches, build, images, run, vit
+from tests.models import FAMILIES, batches, build, call, images, prune, run, vit
 
 
 @pytest.fixture(params=FAMILIES)
@@ -38,7 +38,7 @@ def test_everything_is_found_and_nothing_refused(family: str) -> None:
 
 def test_zero_sparsity_is_the_identity(family: str) -> None:
     model, data = build(family), batches(family)
-    result = corp.prune(model, data, Recipe())
+    result = prune(model, data, Recipe())
     assert torch.equal(run(result.model, data[0]), run(model, data[0]))
     assert result.plan.sites == ()
 
@@ -46,7 +46,7 @@ def test_zero_sparsity_is_the_identity(family: str) -> None:
 def test_the_dense_model_is_left_as_it_was(family: str) -> None:
     model, data = build(family).train(), batches(family)
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    prune(model, data, Recipe(mlp=0.5, attn=0.5))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -59,7 +59,7 @@ def test_pruned_model_is_smaller_dense_and_trainable(family: str) -> None:
     assert result.report.macs is not None
     assert result.report.macs[1] < result.report.macs[0]
     smaller, batch = result.model.train(), data[0]
-    output_of(smaller(**batch) if isinstance(batch, dict) else smaller(batch)).sum().backward()
+    output_of(call(smaller, batch)).sum().backward()
     sites = corp.find_sites(smaller)
     for site in sites:
         rows = site.up if isinstance(site, MLPSite) else (site.q, site.k)
@@ -159,7 +159,7 @@ def test_redundant_channels_are_pruned_without_loss(family: str) -> None:
         down, _ = parameters_of(model, Rows(site.down, 0, 0))
         down /= down.norm(dim=0)
         down[:, half:] *= 0.9
-    result = corp.prune(model, data, Recipe(mlp=0.5, rank="magnitude", ridge=1e-9))
+    result = prune(model, data, Recipe(mlp=0.5, rank="magnitude", ridge=1e-9))
     torch.testing.assert_close(run(result.model, data[0]), run(model, data[0]), rtol=1e-5, atol=1e-5)
     assert all(site.rho2 > 0.999999 for site in result.plan.sites)
 
@@ -178,14 +178,14 @@ def test_redundant_dimensions_are_pruned_without_loss(family: str) -> None:
                 for tensor in parameters_of(model, rows):
                     if tensor is not None:
                         tensor[start + half : start + d] = mix @ tensor[start : start + half]
-    result = corp.prune(model, data, Recipe(attn=0.5, ridge=1e-10))
+    result = prune(model, data, Recipe(attn=0.5, ridge=1e-10))
     torch.testing.assert_close(run(result.model, data[0]), run(model, data[0]), rtol=1e-3, atol=1e-3)
     assert all(site.rho2 > 0.999 for site in result.plan.sites)
 
 
 def test_same_data_same_bits(family: str) -> None:
     model, data = build(family, torch.float32), batches(family, dtype=torch.float32)
-    first, second = (corp.prune(model, data, Recipe(mlp=0.5, attn=0.5)) for _ in range(2))
+    first, second = (prune(model, data, Recipe(mlp=0.5, attn=0.5)) for _ in range(2))
     assert first.plan == second.plan
     states = first.model.state_dict(), second.model.state_dict()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -193,15 +193,15 @@ def test_same_data_same_bits(family: str) -> None:
 
 def test_a_pruned_model_can_be_pruned_again(family: str) -> None:
     model, data = build(family), batches(family)
-    once = corp.prune(model, data, Recipe(mlp=0.25, attn=0.25)).model
-    twice = corp.prune(once, data, Recipe(mlp=0.25, attn=0.25)).model
+    once = prune(model, data, Recipe(mlp=0.25, attn=0.25)).model
+    twice = prune(once, data, Recipe(mlp=0.25, attn=0.25)).model
     assert run(twice, data[0]).isfinite().all()
     assert sum(p.numel() for p in twice.parameters()) < sum(p.numel() for p in once.parameters())
 
 
 def test_half_precision_models_keep_their_dtype(family: str) -> None:
     model, data = build(family, torch.bfloat16), batches(family, dtype=torch.bfloat16)
-    result = corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    result = prune(model, data, Recipe(mlp=0.5, attn=0.5))
     assert {p.dtype for p in result.model.parameters()} == {torch.bfloat16}
     assert run(result.model, data[0]).isfinite().all()
 

@@ -74,7 +74,8 @@ def describe(batch: Any) -> Any:
 
 
 def example(description: Any, device: torch.device) -> Any:
-    """A batch of zeros that fits the description."""
+    """A batch of zeros that fits the description; masks are ones, so that nothing is hidden."""
     if "fields" in description:
-        return {key: example(value, device) for key, value in description["fields"].items()}
+        fields = {key: example(value, device) for key, value in description["fields"].items()}
+        return {key: value.fill_(1) if key.endswith("attention_mask") else value for key, value in fields.items()}
     return torch.zeros(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)

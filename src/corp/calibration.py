@@ -79,6 +79,8 @@ class Job:
         self.device = first.device if self.settings.offload is None else torch.device(self.settings.device)
         self.dtype = first.dtype
         self.total = count_samples(self.batches)
+        if not self.settings.causal:
+            self.origin = {**self.origin, "causal": False}
         self.inputs: Any = None
         self.tokens = {s.name: self._tokens_of(s.width) for s in self.sites if isinstance(s, MLPSite)}
         outs = {s.out: s.out_width for s in self.sites if isinstance(s, AttentionSite) and s.out is not None}

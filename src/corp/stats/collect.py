@@ -274,6 +274,8 @@ def _fitting(mask: Tensor | None, x: Tensor, where: Mask | None) -> Tensor | Non
 
 
 def _project(module: nn.Module, rows: Rows, x: Tensor) -> Tensor:
+    if getattr(module, rows.weight).is_meta:
+        raise StatisticsError("nn.MultiheadAttention cannot be calibrated with offloaded weights; load the model whole")
     bias = getattr(module, rows.bias)
     part = slice(rows.start, rows.stop)
     return F.linear(x, getattr(module, rows.weight)[part], None if bias is None else bias[part])

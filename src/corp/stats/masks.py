@@ -45,8 +45,8 @@ class Masks:
 
 
 def bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward call by name."""
-    call = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    """The arguments of a forward call by name. Of the class's forward: offloading wraps the instance's."""
+    call = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
     extra = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     return {**call.arguments, **{k: v for name in extra for k, v in call.arguments.get(name, {}).items()}}
 
