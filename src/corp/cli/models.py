@@ -147,6 +147,20 @@ def chosen_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As model.to(dtype), less buffers that are computed, not saved: rotary frequencies lose too much in bfloat16."""
+    computed = {
+        (module, name): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name in module._non_persistent_buffers_set and buffer is not None
+    }
+    model.to(dtype)
+    for (module, name), buffer in computed.items():
+        module._buffers[name] = buffer
+    return model
+
+
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     """The model on the device, in the dtype; auto leaves it in its own."""
     if dtype != "auto" and dtype not in _DTYPES:
@@ -154,6 +168,6 @@ def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     device = chosen_device(device)
     try:
         model = model.to(torch.device(device))
-        return model if dtype == "auto" else model.to(_DTYPES[dtype])
+        return model if dtype == "auto" else _cast(model, _DTYPES[dtype])
     except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
         raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error

@@ -155,8 +155,14 @@ class NarrowAttention(nn.Module):
         if kernel not in ("eager", None) and not single:
             q, k = padded(q, k, v.shape[-1])
         drop = self._dropout() if self.training else 0.0
-        kwargs = {**{name: attrgetter(place)(self) for name, place in self.names.extras}, **kwargs}
+        kwargs = {**{name: self._named(place) for name, place in self.names.extras}, **kwargs}
         return self.lookup(self)(self, q, k, v, mask, dropout=drop, scaling=self.qk_scale, **kwargs)
+
+    def _named(self, place: str) -> Any:
+        found: Any = self
+        for name in place.split("."):  # attrgetter is opaque to torch.compile
+            found = getattr(found, name)
+        return found
 
     def _dropout(self) -> float:
         drop = getattr(self, self.names.drop)
