@@ -119,42 +119,58 @@ def test_a_pair_that_repeats_another_is_eliminated_without_loss() -> None:
     assert rotary.distortion(system, rotary.fit_pairs(system, ridge=0.0)).J < 1e-8 * system.T
 
 
+SCALE = 0.3
+
+
 def pair_sums(q: Tensor, k: Tensor, **options: object) -> PairSums:
-    sums = PairSums(q.shape[1], k.shape[1], q.shape[-1])
-    sums.update(q, k, **options)  # type: ignore[arg-type]
+    sums = PairSums(q.shape[1], k.shape[1], 2 * P)
+    sums.update(q, k, scale=SCALE, **options)  # type: ignore[arg-type]
     return sums
 
 
-def brute_force(q: Tensor, k: Tensor, seen: Tensor, *, centred: bool) -> Tensor:
-    """Moments of the logits marked in seen (n, m) of one head, q (n, d) and k (m, d), row by row."""
-    total = torch.zeros(2 * P, 2 * P, dtype=torch.float64)
-    for m in range(len(q)):
-        keys = k[seen[m]]
-        if len(keys):
-            F = features(q[m : m + 1], keys - keys.mean(0) if centred else keys)
-            total += F.mT @ F
-    return total
-
-
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_sums_count_the_logits_that_exist(centred: bool, causal: bool) -> None:
-    """As many blocks as tokens make causality exact; query heads share key heads; padding is no data."""
-    q = torch.randn(2, 4, N, 2 * P, dtype=torch.float64)
-    k = torch.randn(2, 2, N, 2 * P, dtype=torch.float64)
+@pytest.mark.parametrize("extra", [0, 2])
+def test_sums_count_the_logits_that_exist_and_the_attention_they_get(
+    causal: bool, window: int | None, extra: int
+) -> None:
+    """As many blocks as tokens make causality exact; heads share keys; padding is no data; `extra` is unrotated."""
+    window = window if causal else None
+    q = torch.randn(2, 4, N, 2 * P + extra, dtype=torch.float64)
+    k = torch.randn(2, 2, N, 2 * P + extra, dtype=torch.float64)
     mask = torch.ones(2, N, dtype=torch.bool)
     mask[0, :2] = False
     mask[1, -3:] = False
-    sums = pair_sums(q, k, q_mask=mask, k_mask=mask, causal=causal)
+    sums = pair_sums(q, k, mask=mask, causal=causal, window=window)
     for h in range(4):
-        expected = torch.zeros(2 * P, 2 * P, dtype=torch.float64)
+        raw, weighted = torch.zeros(2, 2 * P, 2 * P, dtype=torch.float64)
         for b in range(2):
-            seen = mask[b][:, None] & mask[b][None, :]
-            seen = seen & torch.ones(N, N, dtype=torch.bool).tril() if causal else seen
-            expected += brute_force(q[b, h], k[b, h // 2], seen, centred=centred)
-        found = sums.group(h // 2, centred=centred)[h % 2]
-        torch.testing.assert_close(found, expected)
+            tokens = mask[b].nonzero().squeeze(1)
+            Q, K = q[b, h][tokens], k[b, h // 2][tokens]
+            for m in range(len(Q)):
+                last, first = (m + 1, max(0, m + 1 - (window or N))) if causal else (len(K), 0)
+                seen = K[first:last]
+                F = features(Q[m : m + 1, : 2 * P], seen[:, : 2 * P])
+                p = (SCALE * seen @ Q[m]).softmax(0)[:, None]
+                raw += F.mT @ F
+                F = F - (p * F).sum(0)
+                weighted += F.mT @ (p * F)
+        torch.testing.assert_close(sums.group(h // 2, weighted=False)[h % 2], raw)
+        torch.testing.assert_close(sums.group(h // 2, weighted=True)[h % 2], weighted)
     assert (sums.samples, sums.tokens) == (2, int(mask.sum()))
+
+
+def test_weighted_errors_are_twice_the_divergence_of_the_attention() -> None:
+    """KL of the attention with slightly wrong logits from the true one, to second order."""
+    q, k = torch.randn(2, 1, 1, N, 2 * P, dtype=torch.float64)
+    A = pair_sums(q, k, causal=True).group(0, weighted=True)[0]
+    ab = 1e-4 * torch.randn(2 * P, dtype=torch.float64)
+    total = 0.0
+    for m in range(N):
+        F = features(q[0, 0, m : m + 1], k[0, 0, : m + 1])
+        before, after = ((SCALE * x).log_softmax(0) for x in (F[:, :P].sum(1), F[:, :P].sum(1) + F @ ab))
+        total += float((before.exp() * (before - after)).sum())
+    assert total == pytest.approx(0.5 * SCALE**2 * float(ab @ A @ ab), rel=1e-3)
 
 
 def test_pair_sums_add_and_survive_a_file() -> None:
@@ -163,7 +179,7 @@ def test_pair_sums_add_and_survive_a_file() -> None:
     whole = pair_sums(q, k, causal=True)
     parts = pair_sums(q[:2], k[:2], causal=True) + pair_sums(q[2:], k[2:], causal=True)
     torch.testing.assert_close(parts.raw, whole.raw)
-    torch.testing.assert_close(parts.centred, whole.centred)
+    torch.testing.assert_close(parts.weighted, whole.weighted)
     again = PairSums.from_state(4, 2, 2 * P, whole.state())
     assert torch.equal(again.raw, whole.raw)
     assert (again.samples, again.tokens) == (6, 6 * N)
@@ -171,4 +187,4 @@ def test_pair_sums_add_and_survive_a_file() -> None:
     with pytest.raises(StatisticsError, match="do not add"):
         _ = whole + PairSums(4, 4, 2 * P)
     with pytest.raises(StatisticsError, match="no samples"):
-        PairSums(4, 2, 2 * P).group(0, centred=True)
+        PairSums(4, 2, 2 * P).group(0, weighted=True)

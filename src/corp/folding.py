@@ -50,8 +50,8 @@ def head_maps(site: AttentionSite, stats: Statistics, site_plan: SitePlan, recip
         q_parts: list[list[Tensor]] = [[] for _ in range(shared)]
         k_parts: list[Tensor] = []
         if turned is not None:
-            centred = turned.group(g, centred=recipe.rank == "exact")
-            for q_part, A in zip(q_parts, centred, strict=True):
+            moments = turned.group(g, weighted=recipe.rank == "exact")
+            for q_part, A in zip(q_parts, moments, strict=True):
                 system = rotary.pair_system(A, pairs, split(dims // 2, pairs))
                 q_part.append(rotary.pair_map(pairs, dims, fit_turned(system, "full", recipe.ridge)))
             k_parts.append(rotary.pair_map(pairs, dims))

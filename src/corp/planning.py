@@ -124,8 +124,7 @@ def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe) -
 
 def plan_pairs(sums: SiteSums[PairSums], g: int, keep: int, recipe: Recipe) -> Part:
     """One kept set of rotated pairs, for query heads that share key head g; every head is corrected by itself."""
-    centred = recipe.rank == "exact"
-    moments = sums.all.group(g, centred=centred)  # (R, d, d)
+    moments = sums.all.group(g, weighted=recipe.rank == "exact")  # (R, d, d)
     with stage("rank"):
         if recipe.rank == "exact":
             kept, pruned = rotary.eliminate(moments, keep)
@@ -147,7 +146,7 @@ def judge_pairs(
     if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
         return None, None
     group, h = head
-    both = (part.group(group, centred=recipe.rank == "exact")[h] for part in (sums.fit, sums.held))
+    both = (part.group(group, weighted=recipe.rank == "exact")[h] for part in (sums.fit, sums.held))
     systems = [rotary.pair_system(A, kept, pruned) for A in both]
     ab = rotary.fit_pairs(systems[0], ridge=recipe.ridge)
     fit, held = (rotary.error(system, ab) / system.T if system.T > 0 else None for system in systems)

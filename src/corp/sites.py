@@ -92,6 +92,7 @@ class AttentionSite:
     `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
     keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
     of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
+    `scale` is what logits are multiplied by before the softmax; rotary sites need it.
     """
 
     name: str
@@ -107,6 +108,7 @@ class AttentionSite:
     window: int | None = None
     kv_heads: int | None = None
     rotary: Rotary | None = None
+    scale: float = 1.0
     kind: ClassVar[str] = "attn"
 
     @property

@@ -138,6 +138,7 @@ def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, famil
         window=entry.window(module),
         kv_heads=None if kv_heads == heads else kv_heads,
         rotary=Rotary(rotated_dims(module)) if turned else None,
+        scale=getattr(module, names.scale) if turned and names.scale else 1.0,
     )
 
 

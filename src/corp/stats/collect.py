@@ -183,9 +183,9 @@ class Collector:
         masks: dict[str, Any] = {"q_mask": q_mask, "k_mask": k_mask, "causal": causal and self.causal}
         if site.rotary and angles:
             q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
-            q_turned, k_turned = (_turned(x[..., : site.rotary.dims], *angles) for x in (q, k))
+            turned = (_turned(x, site.rotary.dims, *angles) for x in (q, k))
             pairs = self._current(site.name, PairSums)
-            pairs.update(q_turned, k_turned, **masks, window=site.window)
+            pairs.update(*turned, scale=site.scale, mask=q_mask, causal=masks["causal"], window=site.window)
             _require_finite(pairs, site.name)
             q, k = (x[..., site.rotary.dims :].flatten(2) for x in (q, k))
         if site.plain_width:
@@ -241,11 +241,11 @@ def _empty(site: Site) -> dict[str, AnySums]:
     return sums
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads (B, n, H, d) -> (B, H, n, d), turned; products are float32 at least, and so is the rotation."""
+def _turned(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (B, n, H, d) -> (B, H, n, d), the first `dims` turned; in float32 at least, like the products to come."""
     x = x.transpose(1, 2)
     x = x if x.dtype == torch.float64 else x.float()
-    return rotate(x, cos[:, None].to(x), sin[:, None].to(x))
+    return torch.cat([rotate(x[..., :dims], cos[:, None].to(x), sin[:, None].to(x)), x[..., dims:]], -1)
 
 
 def _as_batch(x: Tensor) -> Tensor:

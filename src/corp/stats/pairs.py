@@ -14,13 +14,17 @@ from corp.stats.moments import sum_device
 # Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) do not exist. An entry is
 # folded at once and costs no memory, so there can be many.
 PAIR_BLOCKS = 32
+# Queries of a sample whose attention is looked at, spread evenly: each costs a product of all keys with themselves.
+LOOKED_AT = 64
 
 
 class PairSums:
-    """A (H, d, d) of numerics.rotary, as it is and with every entry's keys centred, for `width` rotated dimensions.
+    """A (H, d, d) of numerics.rotary for `width` rotated dimensions, over all logits, and weighted by attention.
 
-    Softmax does not see what is constant along a row of logits. Centring the keys that a query sees takes that out, so
-    the centred sums measure what attention can notice; the others measure logits, as the paper does.
+    An error delta_mn of query m's logits changes its attention p_m. by a divergence KL of half the variance of
+    delta_m. under p_m., up to third order: what is constant along the row goes unnoticed, and so does what befalls keys
+    that get no attention. `weighted` sums that variance: its entries are single queries, with g_q = q_m q_m^T and for
+    g_k the covariance of the keys under p_m.
     """
 
     def __init__(self, heads: int, kv_heads: int, width: int) -> None:
@@ -28,44 +32,64 @@ class PairSums:
         self.samples = 0
         self.tokens = 0  # queries
         self.raw = torch.zeros(heads, width, width, dtype=torch.float64)
-        self.centred = torch.zeros(heads, width, width, dtype=torch.float64)
+        self.weighted = torch.zeros(heads, width, width, dtype=torch.float64)
 
     def update(
         self,
         q: Tensor,
         k: Tensor,
         *,
-        q_mask: Tensor | None = None,
-        k_mask: Tensor | None = None,
+        scale: float,
+        mask: Tensor | None = None,
         causal: bool = False,
         window: int | None = None,
     ) -> None:
-        """Add samples with rotated queries q (B, H, n, d) and keys k (B, K, m, d); masks are True at real tokens."""
+        """Add samples with queries q (B, H, n, d) and keys k (B, K, n, d), their first `width` dimensions rotated.
+
+        `scale` is the softmax's; the mask (B, n) is True at real tokens.
+        """
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
-        self.tokens += q.shape[0] * q.shape[2] if q_mask is None else int(q_mask.sum())
-        q, k = _zeroed(q, q_mask), _zeroed(k, k_mask)
-        real = torch.ones(len(k), k.shape[2], device=k.device) if k_mask is None else k_mask.float()
-        for g_q, g_k, key_sum, keys in _entries(q, k, real, PAIR_BLOCKS if causal else 1, window):
-            mean = key_sum / keys.clamp(min=1)[:, None, None]  # (B, K, d)
-            centred = g_k - keys[:, None, None, None] * mean[..., :, None] * mean[..., None, :]
-            self.raw += self._moments(g_q, g_k)
-            self.centred += self._moments(g_q, centred)
+        for q_part, k_part in _without_padding(q, k, mask):
+            self.tokens += q_part.shape[0] * q_part.shape[2]
+            turned = q_part[..., : self.width], k_part[..., : self.width]
+            for g_q, g_k in _entries(*turned, PAIR_BLOCKS if causal else 1, window):
+                self.raw += self._moments(g_q, self._repeated(g_k))
+            for g_q, g_k in self._attention(q_part, k_part, scale, causal, window):
+                self.weighted += self._moments(g_q, g_k)
+
+    def _attention(
+        self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """q_m q_m^T and the covariance of the keys under query m's attention, each (B, H, d, d)."""
+        n, every = q.shape[2], self._repeated(k)
+        keys = every[..., : self.width]
+        for m in ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long().tolist():
+            first = 0 if window is None else max(0, m - window + 1)
+            seen = slice(first, m + 1) if causal else slice(None)
+            p = (scale * (every[:, :, seen] @ q[:, :, m, :, None])).softmax(2)  # (B, H, keys, 1)
+            near = keys[:, :, seen]
+            mean = (p * near).sum(2)
+            query = q[:, :, m, : self.width]
+            yield _outer(query), (p * near).mT @ near - _outer(mean)
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """Keys, or their Grams, once for every query head that shares them."""
+        return x if self.heads == self.kv_heads else x.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
     def _moments(self, g_q: Tensor, g_k: Tensor) -> Tensor:
-        repeated = g_k.repeat_interleave(self.heads // self.kv_heads, dim=1)
-        summed = pair_moments(g_q, repeated).sum(0)
+        summed = pair_moments(g_q, g_k).sum(0)
         return summed.to(sum_device(summed)).double().to(self.raw.device)
 
-    def group(self, g: int, *, centred: bool) -> Tensor:
+    def group(self, g: int, *, weighted: bool) -> Tensor:
         """(R, d, d): the query heads that share key head g."""
         if self.samples == 0:
             raise StatisticsError("no samples were seen at this site")
         size = self.heads // self.kv_heads
-        return (self.centred if centred else self.raw)[g * size : (g + 1) * size]
+        return (self.weighted if weighted else self.raw)[g * size : (g + 1) * size]
 
     def to(self, device: torch.device) -> None:
-        self.raw, self.centred = self.raw.to(device), self.centred.to(device)
+        self.raw, self.weighted = self.raw.to(device), self.weighted.to(device)
 
     @property
     def finite(self) -> bool:
@@ -78,48 +102,51 @@ class PairSums:
             )
         both = PairSums(self.heads, self.kv_heads, self.width)
         both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
-        both.raw, both.centred = self.raw + other.raw, self.centred + other.centred
+        both.raw, both.weighted = self.raw + other.raw, self.weighted + other.weighted
         return both
 
     def state(self) -> dict[str, Tensor]:
         counts = torch.tensor([self.samples, self.tokens])
-        return {"counts": counts, "raw": self.raw, "centred": self.centred}
+        return {"counts": counts, "raw": self.raw, "weighted": self.weighted}
 
     @classmethod
     def from_state(cls, heads: int, kv_heads: int, width: int, state: dict[str, Tensor]) -> PairSums:
         sums = cls(heads, kv_heads, width)
         sums.samples, sums.tokens = (int(count) for count in state["counts"])
-        sums.raw, sums.centred = state["raw"].double(), state["centred"].double()
+        sums.raw, sums.weighted = state["raw"].double(), state["weighted"].double()
         return sums
 
     @staticmethod
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
-        return {"counts": (2,), "raw": (heads, width, width), "centred": (heads, width, width)}
+        return {"counts": (2,), "raw": (heads, width, width), "weighted": (heads, width, width)}
 
 
-def _zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Heads (B, H, n, d) without padding, which may hold anything, NaN included."""
-    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+def _outer(x: Tensor) -> Tensor:
+    return x[..., :, None] * x[..., None, :]
 
 
-def _entries(
-    q: Tensor, k: Tensor, real: Tensor, blocks: int, window: int | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Grams (B, H, d, d) of a block of queries and of the keys it sees; the sum (B, K, d) and number (B,) of these."""
+def _without_padding(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples in groups of equal length: what is summed then depends on the sample alone."""
+    if mask is None:
+        yield q, k
+        return
+    lengths = mask.sum(1)
+    for length in [x for x in lengths.unique().tolist() if x]:
+        rows = (lengths == length).nonzero().squeeze(1)
+        where = mask[rows].nonzero()[:, 1].unflatten(0, (-1, length))  # (b, length)
+        yield tuple(x[rows[:, None], :, where].transpose(1, 2) for x in (q, k))  # type: ignore[misc]
+
+
+def _entries(q: Tensor, k: Tensor, blocks: int, window: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Grams of a block of queries (B, H, d, d) and of the keys it sees (B, K, d, d)."""
     if blocks == 1:
-        yield q.mT @ q, k.mT @ k, k.sum(2), real.sum(1)
+        yield q.mT @ q, k.mT @ k
         return
     blocks = min(blocks, q.shape[2])
-    g_k, key_sum, keys = (torch.zeros((), device=k.device, dtype=k.dtype) for _ in range(3))
-    parts = (x.tensor_split(blocks, dim=2) for x in (q, k))
-    start = 0
-    for q_block, k_block, here in zip(*parts, real.tensor_split(blocks, dim=1), strict=True):
+    g_k, start = torch.zeros((), device=k.device, dtype=k.dtype), 0
+    for q_block, k_block in zip(*(x.tensor_split(blocks, dim=2) for x in (q, k)), strict=True):
         end = start + q_block.shape[2]
-        if window is None:
-            g_k, key_sum, keys = g_k + k_block.mT @ k_block, key_sum + k_block.sum(2), keys + here.sum(1)
-        else:
-            seen = slice(max(0, start - window + 1), end)
-            near = k[:, :, seen]
-            g_k, key_sum, keys = near.mT @ near, near.sum(2), real[:, seen].sum(1)
-        yield q_block.mT @ q_block, g_k, key_sum, keys
+        near = k_block if window is None else k[:, :, max(0, start - window + 1) : end]
+        g_k = near.mT @ near + (g_k if window is None else 0.0)
+        yield q_block.mT @ q_block, g_k
         start = end
