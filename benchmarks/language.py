@@ -42,6 +42,10 @@ PROTOCOL_OPT = (
     "calibrated on 512 packed sequences of 256 tokens from the stories it was trained on; perplexity of held-out "
     "stories, each behind BOS"
 )
+PROTOCOL_STORIES = (
+    "calibrated on 150 stories, perplexity on 100 others, each behind BOS and cut at 256 tokens. 'exact' is "
+    'rank="exact": channels and pairs eliminated one by one, pairs by what attention notices'
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Entry:
     title: str
     protocol: str
     load: Callable[[Path], Benchmark]
-    compensations: tuple[str, ...] = ("none", "mean", "full")
+    recipes: Callable[[], Iterator[tuple[str, Recipe]]] = lambda: recipes(("none", "mean", "full"))
     reference: dict[tuple[str, str], float] | None = None
 
 
@@ -113,6 +117,39 @@ def load_opt(_: Path) -> Benchmark:
     return Benchmark(model, calibration, measure)
 
 
+def load_stories(assets: Path) -> Benchmark:
+    """The text is not shuffled, so the split is: 150 stories calibrate, the next 100 judge."""
+    from corp.adapters import hf_models
+
+    folder = assets / "language" / "stories15M"
+    model, tokenizer = hf_models.create(str(folder), dtype=torch.float32), hf_models.tokenizer(str(folder))
+    raw = (assets / "language" / "text" / "tinystories.txt").read_text(encoding="utf-8")
+    every = [story.strip() for story in raw.split("<|endoftext|>")][:-1]
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(0)).tolist()
+    calibration, judged = (
+        text.of_texts([every[i] for i in part], tokenizer, length=256, batch_size=10, bos=True)
+        for part in (order[:150], order[150:250])
+    )
+
+    def measure(pruned: nn.Module) -> dict[str, float]:
+        metric = NextTokens()
+        side_by_side(None, [Contender(pruned, metric)], judged.scored())
+        return {"perplexity": metric.perplexity}
+
+    return Benchmark(model, calibration, measure)
+
+
+def story_recipes() -> Iterator[tuple[str, Recipe]]:
+    for what, kinds in KINDS.items():
+        for sparsity in (*SPARSITIES[:2], 0.25, *SPARSITIES[2:]):
+            for how, options in (("none", {"compensate": "none"}), ("full", {}), ("exact", {"rank": "exact"})):
+                yield (
+                    f"{what} {sparsity:.0%}, {how}".replace("%", " %"),
+                    Recipe(**dict.fromkeys(kinds, sparsity), **options),
+                )
+    yield "MLP 30 % + Q/K 25 %, exact", Recipe(mlp=0.3, attn=0.25, rank="exact")
+
+
 MODELS = {
     "minilm": Entry(
         "all-MiniLM-L6-v2",
@@ -128,6 +165,28 @@ MODELS = {
         },
     ),
     "opt": Entry("small OPT, trained on stories (scripts/train_opt.py)", PROTOCOL_OPT, load_opt),
+    "stories": Entry(
+        "stories15M (Llama: rotary, gated)",
+        PROTOCOL_STORIES,
+        load_stories,
+        recipes=story_recipes,
+        reference={
+            ("dense", "perplexity"): 3.78,
+            ("MLP 30 %, none", "perplexity"): 7.20,
+            ("MLP 30 %, full", "perplexity"): 5.70,
+            ("MLP 30 %, exact", "perplexity"): 5.66,
+            ("MLP 50 %, none", "perplexity"): 18.1,
+            ("MLP 50 %, full", "perplexity"): 9.19,
+            ("MLP 50 %, exact", "perplexity"): 8.97,
+            ("Q/K 25 %, none", "perplexity"): 4.04,
+            ("Q/K 25 %, full", "perplexity"): 4.02,
+            ("Q/K 25 %, exact", "perplexity"): 4.02,
+            ("Q/K 50 %, none", "perplexity"): 5.50,
+            ("Q/K 50 %, full", "perplexity"): 5.36,
+            ("Q/K 50 %, exact", "perplexity"): 5.08,
+            ("MLP 30 % + Q/K 25 %, exact", "perplexity"): 6.09,
+        },
+    ),
 }
 
 
@@ -160,7 +219,7 @@ def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
     benchmark = entry.load(assets)
     yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
     stats = corp.calibrate(benchmark.model, benchmark.calibration)
-    for name, recipe in recipes(entry.compensations):
+    for name, recipe in entry.recipes():
         pruned = corp.apply(benchmark.model, stats, corp.plan(benchmark.model, stats, recipe)).model
         yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
 

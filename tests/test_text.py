@@ -293,3 +293,14 @@ def test_white_space_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "  "}\n')
     with pytest.raises(DataError, match="only white space"):
         text.packed([tmp_path], tokenizer(), length=10, samples=5, seed=0)
+
+
+def test_parts_are_disjoint_drawn_by_the_seed_and_add_up(stories: Path) -> None:
+    whole = text.packed([stories], tokenizer(), length=8, samples=6, seed=0, batch_size=2)
+    parts = whole.parts([2, 5], seed=1)
+    assert [part.samples for part in parts] == [2, 3]
+    together = [row for part in parts for row in rows(part)]
+    assert len({*map(tuple, together)} & {*map(tuple, rows(whole))}) == 5
+    assert together == [row for part in whole.parts([2, 5], seed=1) for row in rows(part)]
+    assert together != [row for part in whole.parts([2, 5], seed=2) for row in rows(part)]
+    assert whole.samples == 6

@@ -126,7 +126,7 @@ class Sweep:
         if self.evaluate is None or self.dense_row is None:
             self.rows += rows
             return
-        first = "agreement" not in self.dense_row  # the dense model joins the first pass, not every one
+        first = set(self.dense_row) == {"params", "macs"}  # the dense model joins the first pass, not every one
         numbers = self.evaluate([self.dense, *models] if first else models)
         if first:
             self.dense_row |= numbers.pop(0)

@@ -82,7 +82,7 @@ def evaluate_texts(loaded: dict[str, nn.Module], options: Options) -> tuple[dict
         "data": None,
     }
     if options.data:
-        batches = _batches(next(iter(loaded.values())), tokenizer, kind, options)
+        batches = text_batches(next(iter(loaded.values())), tokenizer, kind, options)
         files = [str(path) for path in options.data]
         counts = {"sequences": batches.samples, "tokens": batches.tokens}
         content["data"] = {"files": files, **counts, "sequences_are": batches.describe()}
@@ -112,7 +112,7 @@ def _check(kind: str, options: Options, *, alone: bool) -> None:
         raise DataError("nothing to measure: one encoder has no other to be compared with; give --dense, or --sts FILE")
 
 
-def _batches(model: nn.Module, tokenizer: Any, kind: str, options: Options) -> TextBatches:
+def text_batches(model: nn.Module, tokenizer: Any, kind: str, options: Options) -> TextBatches:
     from corp.data import text
 
     length = sequence_length(model, tokenizer, options.text.seq_len)

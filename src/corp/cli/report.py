@@ -26,6 +26,8 @@ DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only"
 WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp sweep, or a folder of corp demo"
 METRICS = {
     "top1": ("Accuracy against sparsity", "top-1 accuracy"),
+    "perplexity": ("Perplexity against sparsity", "perplexity"),
+    "cosine": ("Likeness to the dense embedding", "cosine"),
     "agreement": ("Same answer as the dense model", "top-1 agreement"),
     "kl": ("Distance from the dense model", "KL divergence, nats"),
     "mlp error": ("Predicted error, MLP", "average over sites"),
@@ -96,7 +98,7 @@ def sweep_study(name: str, rows: Any) -> Study:
     if not known:
         raise StorageError(f"{name} does not hold corp sweep's rows; give {WANTED}")
     charts = [
-        Chart(title, y, series, _decimals if metric == "kl" else _percents)
+        Chart(title, y, series, _decimals if metric in ("kl", "perplexity") else _percents)
         for metric, (title, y) in METRICS.items()
         if (series := [Series(label, points) for label, points in lines(rows, metric).items()])
     ]

@@ -14,10 +14,15 @@ from torch import nn
 
 from corp import sweeping
 from corp.api import fingerprint
+from corp.calibration import Settings
+from corp.cli import eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.models import CAUSAL, IMAGE, classes_of, kind_of, tokenizer_of, without_cache
+from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate.classify import Score
+from corp.evaluate.intervals import Interval
 from corp.evaluate.run import Contender, side_by_side
 from corp.recipe import Recipe
 from corp.report.sweeps import draw
@@ -27,7 +32,8 @@ from corp.version import __version__
 
 TABLE = "sweep.csv"
 SHOWN = ("samples", "mlp", "attn", "preset", "rank", "compensate", "params", "macs", "mlp error", "attn error")
-MEASURED = ("top1", "top5", "agreement", "kl")
+MEASURED = ("top1", "top5", "perplexity", "cosine", "agreement", "kl")
+IMAGES = 1000  # of the calibration data, where nobody says how many
 
 
 @command
@@ -44,31 +50,41 @@ def sweep(
     calib_sizes: Annotated[
         str, typer.Option(help="Calibrate on so many of --calib, e.g. 100,500,1000, all in one pass.")
     ] = "",
-    data: Annotated[list[Path] | None, typer.Option(help="Images to evaluate on, against the dense model.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Images or texts to evaluate on, against the dense model.")
+    ] = None,
     labels: Annotated[
         str | None, typer.Option(help="CSV of file,label; none: no labels. Default: sub-folders or synset ids.")
+    ] = None,
+    eval_samples: Annotated[
+        int | None, typer.Option(help="How many samples of --data, drawn by --seed.", min=1, show_default="all")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for CSV, JSON, figures; a killed run goes on from it.")
     ] = None,
-    samples: o.Samples = 1000,
+    samples: o.MaybeSamples = None,
     tokens: o.Tokens = "auto",
+    text_field: o.TextField = "text",
+    seq_len: o.SeqLen = None,
+    pack: o.Pack = None,
+    tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
     weights: o.Weights = None,
-    batch_size: o.BatchSize = 32,
+    batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
+    dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
+    max_bad: o.MaxBad = 0.05,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing a killed run.")] = False,
     json: o.Json = False,
 ) -> None:
     """Apply many recipes to MODEL from one calibration; with --data, measure what each does.
 
-    Accuracy where the images have labels, agreement with and KL divergence from the dense model in any case.
+    Accuracy where images have labels, perplexity of language models, closeness to the dense model in any case.
     With -o the finished cases survive a kill, and a table (CSV), everything (JSON) and figures (PNG, SVG) are written.
     """
     if (stats is None) == (not calib):
-        raise DataError("give either --calib, a folder of images, or --stats of an earlier corp calibrate")
+        raise DataError("give either --calib, a folder of images or texts, or --stats of an earlier corp calibrate")
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
     grid = Grid(
@@ -83,7 +99,9 @@ def sweep(
     if out is not None:
         import matplotlib as _  # noqa: F401  (missing: said before the work, not after it)
     dense = o.place(o.load_model(model, weights), device, dtype)
-    evaluate = _evaluation(dense, data, labels, samples, seed, batch_size) if data else None
+    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
+    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, IMAGES)
+    evaluate = _evaluation(dense, source, data, labels, eval_samples) if data else None
     about = {
         "model": model,
         "weights": fingerprint(dense),
@@ -95,10 +113,15 @@ def sweep(
         "corp": __version__,
         "torch": torch.__version__,
     }
-    asked = {"recipes": [recipe.to_dict() for recipe in recipes], "sizes": calib_sizes, "samples": samples}
+    asked = {
+        "recipes": [recipe.to_dict() for recipe in recipes],
+        "sizes": calib_sizes,
+        "samples": samples,
+        "eval": eval_samples,
+    }
     with sweeping.working_folder(out, {**about, **asked}, fresh=fresh) as folder:
         run = Sweep(dense, recipes, evaluate, folder)
-        calibration = _run(run, calib, stats, calib_sizes, samples, seed, batch_size, o.make_settings(tokens, memory))
+        calibration = _run(run, source, stats, calib_sizes, o.make_settings(tokens, memory))
         content = sweeping.result(run, about, calibration)
         if out is not None:
             _write(folder, content)
@@ -111,14 +134,7 @@ def sweep(
 
 
 def _run(
-    run: Sweep,
-    calib: list[Path] | None,
-    stats: Path | None,
-    calib_sizes: str,
-    samples: int,
-    seed: int,
-    batch_size: int,
-    settings: Any,
+    run: Sweep, source: o.Source, stats: Path | None, calib_sizes: str, settings: Settings
 ) -> dict[int, float | None]:
     """All cases; the seconds that calibrating on so many samples took, where that is known."""
     if stats is not None:
@@ -126,16 +142,18 @@ def _run(
         _sweep(run, run.recipes, found)
         return {found.samples: None}
     assert run.folder is not None
-    images = o.image_batches(run.dense, calib or [], samples, seed, batch_size)
-    sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [images.samples]
+    batches = calibration_batches(run.dense, source)
+    sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [batches.samples]
     calibration: dict[int, float | None] = {}
-    origin = {"data": [str(path) for path in calib or []], "seed": seed, "preprocessing": images.describe()}
-    with progress("calibrating", sizes[-1], "images") as advance:
-        every = list(
-            sweeping.statistics_of_sizes(
-                run.dense, images, sizes, run.folder, seed=seed, origin=origin, settings=settings, progress=advance
-            )
-        )
+    origin = {
+        "model": source.model,
+        "data": [str(path) for path in source.calib],
+        "seed": source.seed,
+        "preprocessing": batches.describe(),
+    }
+    options: dict[str, Any] = {"seed": source.seed, "origin": origin, "settings": settings}
+    with progress("calibrating", sizes[-1], "samples") as advance, without_cache(run.dense):
+        every = list(sweeping.statistics_of_sizes(run.dense, batches, sizes, run.folder, **options, progress=advance))
     for part, seconds in every:
         calibration[part.samples] = seconds
         _sweep(run, run.recipes, part)
@@ -148,31 +166,53 @@ def _sweep(run: Sweep, recipes: Sequence[Recipe], stats: Statistics) -> None:
 
 
 def _evaluation(
-    dense: nn.Module, data: list[Path], labels: str | None, samples: int, seed: int, batch_size: int
+    dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None
 ) -> sweeping.Evaluate:
-    """How good several models are on the images, in one pass over them."""
+    """How good several models are on the images or texts, in one pass over them."""
+    kind = kind_of(dense)
+    if kind == IMAGE:
+        return _on_images(dense, source, data, labels, samples)
+    refuse_other(kind, dense)
+    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
+    tokenizer = tokenizer_of(source.model, source.text.tokenizer)
+    batches = eval_text.text_batches(dense, tokenizer, kind, options)
+    judge: Any = eval_text.perplexities if kind == CAUSAL else eval_text.likenesses
+
+    def evaluate(models: Sequence[nn.Module]) -> list[Row]:
+        others = [model for model in models if model is not dense]
+        judged = judge({str(i): model for i, model in enumerate([dense, *others])}, batches)
+        return [_measured(metric.intervals()) for metric in judged[len(judged) - len(models) :]]
+
+    return evaluate
+
+
+def _on_images(
+    dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None
+) -> sweeping.Evaluate:
+    from corp.data.images import list_images
     from corp.data.labels import LabelledBatches, find_labels, read_labels
 
-    images = o.image_batches(dense, data, samples, seed, batch_size)
-    classes = getattr(dense, "num_classes", None)
+    count = samples or len(list_images(data))
+    images = o.image_batches(
+        dense, data, count, source.seed, source.batch_size or IMAGE_BATCH, source.max_bad, name=source.model
+    )
     found = None
     if labels != "none":
-        found = read_labels(Path(labels), data) if labels else find_labels(data, classes)
+        found = read_labels(Path(labels), data) if labels else find_labels(data, classes_of(dense))
     batches = images if found is None else LabelledBatches(images, found)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
         scores = [Score() for _ in models]
         side_by_side(dense, [Contender(m, s) for m, s in zip(models, scores, strict=True)], batches)
-        return [_measured(score) for score in scores]
+        return [_measured(score.intervals()) for score in scores]
 
     return evaluate
 
 
-def _measured(score: Score) -> Row:
+def _measured(intervals: dict[str, Interval | None]) -> Row:
     row: Row = {}
-    intervals = score.intervals()
     for name in MEASURED:
-        interval = intervals[name]
+        interval = intervals.get(name)
         if interval is not None:
             row |= {name: interval.value, f"{name} low": interval.low, f"{name} high": interval.high}
     return row

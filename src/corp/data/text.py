@@ -6,9 +6,12 @@ is kept is four bytes per token of those.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -64,6 +67,16 @@ class TextBatches(Iterable[Batch]):
 
     def describe(self) -> str:
         return self._description
+
+    def parts(self, sizes: Sequence[int], seed: int) -> list[TextBatches]:
+        """Disjoint parts in an order drawn by `seed`; the first k together are sizes[k - 1] of these sequences."""
+        order = random.Random(seed).sample(self.spans, len(self.spans))
+        made = []
+        for a, b in pairwise((0, *sizes)):
+            part = copy.copy(self)
+            part.spans = order[a:b]
+            made.append(part)
+        return made
 
     def __len__(self) -> int:
         return -(-len(self.spans) // self.batch_size)

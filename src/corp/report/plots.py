@@ -25,9 +25,11 @@ def line_chart(
     y: str,
     dense: float | None = None,
     x_percent: bool = False,
+    share: bool = True,
 ) -> Figure:
-    """One line per curve; y is a share, shown in percent; `dense` is what nothing removed would give."""
-    figure, axes = _axes(title, y, dense)
+    """One line per curve; a `share` is shown in percent; `dense` is what nothing removed would give."""
+    unit = 100 if share else 1
+    figure, axes = _axes(title, f"{y}, %" if share else y, None if dense is None else unit * dense)
     for number, (label, points) in enumerate(curves.items()):
         xs, ys = zip(*points, strict=True)
         style: dict[str, Any] = {
@@ -35,15 +37,18 @@ def line_chart(
             "marker": MARKERS[number % len(MARKERS)],
             "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
         }
-        axes.plot([100 * v for v in xs] if x_percent else xs, [100 * v for v in ys], label=label, **style)
+        axes.plot([100 * v for v in xs] if x_percent else xs, [unit * v for v in ys], label=label, **style)
     axes.set_xlabel(f"{x}, %" if x_percent else x)
     _legend(axes, len(curves))
     return figure
 
 
-def bar_chart(bars: Mapping[str, Mapping[str, float]], *, title: str, y: str, dense: float | None = None) -> Figure:
-    """Groups of bars, one bar of each series per group: bars[series][group], shares shown in percent."""
-    figure, axes = _axes(title, y, dense)
+def bar_chart(
+    bars: Mapping[str, Mapping[str, float]], *, title: str, y: str, dense: float | None = None, share: bool = True
+) -> Figure:
+    """Groups of bars, one bar of each series per group: bars[series][group]; a `share` is shown in percent."""
+    unit = 100 if share else 1
+    figure, axes = _axes(title, f"{y}, %" if share else y, None if dense is None else unit * dense)
     groups = list(dict.fromkeys(group for series in bars.values() for group in series))
     width = 0.8 / len(bars)
     for number, (label, series) in enumerate(bars.items()):
@@ -53,7 +58,7 @@ def bar_chart(bars: Mapping[str, Mapping[str, float]], *, title: str, y: str, de
             "hatch": HATCHES[number % len(HATCHES)],
             "edgecolor": "white",
         }
-        drawn = axes.bar(at, [100 * v for v in series.values()], width, label=label, **style)
+        drawn = axes.bar(at, [unit * v for v in series.values()], width, label=label, **style)
         axes.bar_label(drawn, fmt="%.1f", fontsize=8)
     axes.set_xticks(range(len(groups)), groups)
     _legend(axes, len(bars))
@@ -75,8 +80,8 @@ def _axes(title: str, y: str, dense: float | None) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     if dense is not None:
-        axes.axhline(100 * dense, color="#666666", linestyle=":", linewidth=1.2, label="dense")
-    axes.set_ylabel(f"{y}, %")
+        axes.axhline(dense, color="#666666", linestyle=":", linewidth=1.2, label="dense")
+    axes.set_ylabel(y)
     axes.set_title(title, loc="left")
     axes.grid(alpha=0.3)
     return figure, axes

@@ -11,6 +11,8 @@ Lines = dict[str, list[tuple[float, float]]]
 # What is shown of a sweep, best first, and how it reads on an axis.
 METRICS = {
     "top1": "top-1 accuracy",
+    "perplexity": "perplexity",
+    "cosine": "cosine to the dense embedding",
     "agreement": "agreement with the dense model",
     "mlp error": "predicted error of the MLPs",
     "attn error": "predicted error of the attention logits",
@@ -93,6 +95,7 @@ def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]
     if metric is None:
         return []
     y, whole, made = METRICS[metric], number(dense.get(metric)), []
+    share = metric != "perplexity"
 
     def distinct(get: Any) -> int:
         return len({get(row) for row in rows})
@@ -100,15 +103,19 @@ def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]
     if distinct(sparsity) > 1:
         curves = lines(rows, metric)
         names = plots.save(
-            plots.line_chart(curves, title=title, x="removed", y=y, dense=whole, x_percent=True), folder / "sparsity"
+            plots.line_chart(curves, title=title, x="removed", y=y, dense=whole, x_percent=True, share=share),
+            folder / "sparsity",
         )
         made += names
     if distinct(lambda row: row.get("rank")) > 1:
         bars, what = ranking(rows, metric)
-        made += plots.save(plots.bar_chart(bars, title=f"{title}: {what}", y=y, dense=whole), folder / "ranking")
+        made += plots.save(
+            plots.bar_chart(bars, title=f"{title}: {what}", y=y, dense=whole, share=share), folder / "ranking"
+        )
     if distinct(lambda row: row.get("samples")) > 1:
         curves = lines(rows, metric, over="samples")
         made += plots.save(
-            plots.line_chart(curves, title=title, x="calibration samples", y=y, dense=whole), folder / "calibration"
+            plots.line_chart(curves, title=title, x="calibration samples", y=y, dense=whole, share=share),
+            folder / "calibration",
         )
     return made
