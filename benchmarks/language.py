@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import corp
+from corp.calibration import Settings
 from corp.data import sts, text
 from corp.evaluate.language import NextTokens
 from corp.evaluate.run import Contender, side_by_side
@@ -66,6 +67,7 @@ class Entry:
     load: Callable[[Path], Benchmark]
     recipes: Callable[[], Iterator[tuple[str, Recipe]]] = lambda: recipes(("none", "mean", "full"))
     reference: dict[tuple[str, str], float] | None = None
+    causal: bool = False
 
 
 def load_minilm(assets: Path) -> Benchmark:
@@ -164,12 +166,13 @@ MODELS = {
             ("both 50 %, full", "cosine"): 0.825,
         },
     ),
-    "opt": Entry("small OPT, trained on stories (scripts/train_opt.py)", PROTOCOL_OPT, load_opt),
+    "opt": Entry("small OPT, trained on stories (scripts/train_opt.py)", PROTOCOL_OPT, load_opt, causal=True),
     "stories": Entry(
         "stories15M (Llama: rotary, gated)",
         PROTOCOL_STORIES,
         load_stories,
         recipes=story_recipes,
+        causal=True,
         reference={
             ("dense", "perplexity"): 3.78,
             ("MLP 30 %, none", "perplexity"): 7.20,
@@ -219,6 +222,13 @@ def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
     benchmark = entry.load(assets)
     yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
     stats = corp.calibrate(benchmark.model, benchmark.calibration)
+    if entry.causal:  # what the paper does: logits that no query ever uses are fitted too
+        ignoring = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings(causal=False))
+        for sparsity in (0.3, 0.5):
+            recipe = Recipe(attn=sparsity)
+            pruned = corp.apply(benchmark.model, ignoring, corp.plan(benchmark.model, ignoring, recipe)).model
+            name = f"Q/K {sparsity:.0%}, full, mask ignored".replace("%", " %")
+            yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
     for name, recipe in entry.recipes():
         pruned = corp.apply(benchmark.model, stats, corp.plan(benchmark.model, stats, recipe)).model
         yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}

@@ -3,7 +3,7 @@
     python -m benchmarks.paper                      everything; sections one by one:
     python -m benchmarks.paper accuracy             DeiT-Tiny's real weights and images (CORP_ASSETS/vision)
     python -m benchmarks.paper redundancy           the same
-    python -m benchmarks.paper cost speed runtime   the paper's architectures, random weights
+    python -m benchmarks.paper cost opt speed runtime   the paper's architectures, random weights
     python -m benchmarks.paper page                 docs/results.md from what was measured
 
 Accuracy takes about half an hour on two cores; a killed run goes on where it was (build/paper).
@@ -110,6 +110,29 @@ def _cost(name: str, mlp: float, attn: float) -> dict[str, int]:
     return {"params": count_params(model), "macs": count_macs(model, torch.zeros(1, 3, 224, 224, device="meta"))}
 
 
+def opt() -> dict[str, Any]:
+    """OPT-1.3B's shapes at 30 %: parameters, also with the tied embedding counted twice; operations of 2,048 tokens."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192, "num_hidden_layers": 24}
+    config = OPTConfig(**sizes, num_attention_heads=32, max_position_embeddings=2048, use_cache=False)
+    tokens = {"input_ids": torch.zeros(1, 2048, dtype=torch.long, device="meta")}
+    found = {}
+    for name, (mlp, attn) in {"dense": (0, 0), "MLP": (0.3, 0), "Q/K": (0, 0.3), "both": (0.3, 0.3)}.items():
+        with torch.device("meta"):
+            model: Any = OPTForCausalLM(config).eval()
+        shrink(model, shapes_only_plan(model, mlp, attn))
+        twice = model.model.decoder.embed_tokens.weight.numel()
+        found[name] = {"params": count_params(model), "twice": count_params(model) + twice}
+        found[name]["flops"] = 2 * count_macs(model, tokens)
+        print(name, found[name], flush=True)
+    dense, head = found["dense"], 64 * (3 * 2049 + 2048)  # rows of q, k, v with their biases, columns of the output
+    flops = 2 * 2048 * 24 * 9 * (64 * 4 * 2048 + 2 * 64 * 2048)
+    found["9 of 32 heads"] = {"twice": dense["twice"] - 24 * 9 * head, "flops": dense["flops"] - flops}
+    found["9 of 32 heads"]["params"] = dense["params"] - 24 * 9 * head
+    return found
+
+
 def speed() -> dict[str, Any]:
     """Latency at batch 1 and throughput, all sparsities interleaved; ratios to dense with their intervals."""
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "models": {}}
@@ -162,7 +185,7 @@ def _assets() -> Path:
 
 
 SECTIONS: dict[str, Callable[[], Any]] = {
-    "cost": cost, "accuracy": accuracy, "redundancy": redundancy, "runtime": runtime, "speed": speed,
+    "cost": cost, "opt": opt, "accuracy": accuracy, "redundancy": redundancy, "runtime": runtime, "speed": speed,
 }  # fmt: skip
 
 
