@@ -13,15 +13,16 @@ SOURCE = Path(corp.__file__).parent
 # Each part may import parts of a lower level, and its own.
 LEVELS = {
     "errors": 0, "version": 0, "stages": 0, "_torchvision": 0, "text": 0,
-    "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1,
+    "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1, "tying": 1,
     "stats": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
     "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
     "api": 7, "demo": 7,
-    "storage": 8, "sweeping": 8,
-    "cli": 9, "__main__": 10,
+    "export": 8, "sweeping": 8,
+    "storage": 9,
+    "cli": 10, "__main__": 11,
 }  # fmt: skip
 
 

@@ -213,6 +213,7 @@ def test_version_and_help() -> None:
         "bench",
         "analyze",
         "report",
+        "export",
         "inspect",
         "demo",
     ):

@@ -14,28 +14,48 @@ from torch import Tensor, nn
 
 from corp.adapters.registry import adapter_named, adapters_for
 from corp.api import Result, history, set_history, shrink
-from corp.atomic import file_in, new_folder, read_json
+from corp.atomic import file_in, new_folder, read_json, refuse_existing
 from corp.errors import CorpError, StorageError
+from corp.export.profiles import COMPAT, STANDARD, Exported, write_profile
 from corp.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
+from corp.tying import assign, tied_names
 from corp.version import __version__
 
 FORMAT = "corp-model"
 FORMAT_VERSION = 1
 WEIGHTS, PLAN, MANIFEST, REPORT, CARD = "model.safetensors", "plan.json", "corp.json", "report.json", "README.md"
 PAGE = "report.html"
+COMPACT = "compact"
+PROFILES = (COMPACT, STANDARD, COMPAT)
 
 
-def save(result: Result, path: str | Path, *, overwrite: bool = False, command: str | None = None) -> None:
+def save(
+    result: Result,
+    path: str | Path,
+    *,
+    profile: str = COMPACT,
+    overwrite: bool = False,
+    command: str | None = None,
+) -> None:
     """Write the pruned model into the folder `path`: weights, plan, recipe, base model, report and a model card.
 
     The folder appears whole or not at all. A model that cannot be rebuilt from its name (a class of the
     user's own, unusual arguments) is saved too; loading it then takes the dense model: load(path, base=...).
     `command` is put on record as what made it.
+
+    That is the profile "compact", which corp.load reads. The others need no corp: they are written by the model's own
+    library, read back with it and compared. "standard" says narrower MLPs in the config, and pads pruned queries
+    and keys with zeros; "compat" pads everything to the dense shapes.
     """
     if not isinstance(result, Result):
         raise StorageError(f"corp.save takes the Result of prune or apply, not {type(result).__name__}")
+    check_profile(profile, PROFILES)
+    if profile != COMPACT:
+        origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
+        _write_profile(result.model, _base(result), Path(path), profile, [], origin, overwrite=overwrite)
+        return
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -55,6 +75,45 @@ def save(result: Result, path: str | Path, *, overwrite: bool = False, command: 
         (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
         name = Path(path).resolve().name
         (folder / PAGE).write_text(page([Run(name, manifest, result.report)]), encoding="utf-8")
+
+
+def export(
+    source: str | Path, out: str | Path, *, profile: str = STANDARD, overwrite: bool = False, command: str | None = None
+) -> Exported:
+    """Write the model of a folder in the compact profile anew, in one that needs no corp to load; see save."""
+    check_profile(profile, (STANDARD, COMPAT))
+    folder = Path(source)
+    manifest = read_manifest(folder)
+    refuse_existing(Path(out), overwrite=overwrite)
+    origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
+    origin["command"] = command
+    return _write_profile(
+        load(folder), manifest["base"], Path(out), profile, [str(folder)], origin, overwrite=overwrite
+    )
+
+
+def _write_profile(
+    model: nn.Module,
+    base: dict[str, Any] | None,
+    path: Path,
+    profile: str,
+    sources: list[str],
+    record: dict[str, Any],
+    *,
+    overwrite: bool,
+) -> Exported:
+    # Tokenizer and preprocessing may also be where the dense model was.
+    calibration, config = record["calibration"], getattr(model, "config", None)
+    known = calibration.get("model") if isinstance(calibration, dict) else None
+    sources = [*sources, *(s for s in (known, getattr(config, "name_or_path", None)) if isinstance(s, str) and s)]
+    name = path.resolve().name
+    with new_folder(path, overwrite=overwrite) as folder:
+        return write_profile(model, base, folder, profile, sources, {"name": name, **record})
+
+
+def check_profile(profile: str, known: tuple[str, ...]) -> None:
+    if profile not in known:
+        raise StorageError(f"profile {profile!r} is not one of {', '.join(known)}")
 
 
 def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
@@ -77,25 +136,8 @@ def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
         model = rebuild(manifest["base"], folder)  # buffers that are not saved have to be computed
         _shrink_all(model, plans)
     set_history(model, plans)
-    _assign(model, tensors)
+    assign(model, tensors)
     return model.eval()
-
-
-def _assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Load by assignment, which keeps the file's dtypes but unties what the model shares: tie it again."""
-    tied = tied_names(model)
-    whole = {name: tensors[tied.get(name, name)] for name in model.state_dict()}
-    model.load_state_dict(whole, assign=True)
-    for name, first in tied.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are the same as one named earlier (tied embeddings), and that name."""
-    first: dict[int, str] = {}
-    names = ((name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: original for name, original in names if name != original}
 
 
 def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:

@@ -35,7 +35,7 @@ def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = T
     config = _load(AutoConfig, name, "config")
     candidates = _classes(config, name)
     if not pretrained and not _has_weights(name):
-        with _quiet():
+        with quiet():
             made: nn.Module = (
                 candidates[0]._from_config(config) if _named(config) else candidates[0].from_config(config)
             )
@@ -183,7 +183,7 @@ def _load(auto: Any, name: str, what: str, **kwargs: Any) -> Any:
     places = (True,) if _is_path(name) else (True, False)
     for local in places:
         try:
-            with _quiet():
+            with quiet():
                 return auto.from_pretrained(name, local_files_only=local, trust_remote_code=False, **kwargs)
         except Exception as error:  # the hub, the network, files and configs: transformers raises many kinds
             problem = error
@@ -202,7 +202,7 @@ def _reason(name: str, what: str, error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' own reports and bars: what matters is checked here and said in one line."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from corp.errors import CorpError, ModelError
@@ -30,12 +32,32 @@ class Adapter:
     rebuild: Callable[[dict[str, Any]], nn.Module] | None = None
 
 
+@dataclass(frozen=True)
+class Library:
+    """How a model is written so that its own library reads it, without corp.
+
+    `resize(identity, widths, biases)` is the identity of a model whose MLP sites have these widths and, where `biases`,
+    a bias at every second linear. `write(model, identity, folder)` and `read(identity, folder, dtype)` are the
+    library's own. `example(model)` is a small batch to compare on. `companions(sources, folder)` copies what goes
+    with a model (tokenizer, preprocessing) from the first of several places that has it. `call` is how users load it.
+    """
+
+    name: str
+    resize: Callable[[dict[str, Any], dict[str, int], bool], dict[str, Any]]
+    write: Callable[[nn.Module, dict[str, Any], Path], None]
+    read: Callable[[dict[str, Any], Path, torch.dtype], nn.Module]
+    example: Callable[[nn.Module], Any]
+    companions: Callable[[list[str], Path], list[str]]
+    call: Callable[[dict[str, Any], str], str]
+
+
 _registered: dict[str, Adapter] = {}
 _built_in = {  # package of the model's class -> module with its ADAPTER
     "timm": "corp.adapters.timm_vit",
     "transformers": "corp.adapters.hf",
     **dict.fromkeys(("torch", "torchvision", "open_clip", "clip"), "corp.adapters.torch_attention"),
 }
+_libraries = {"transformers": "corp.adapters.hf_export"}  # adapter -> module with its LIBRARY
 
 
 def register_adapter(
@@ -71,6 +93,14 @@ def adapter_named(name: str) -> Adapter:
         raise ModelError(f"no adapter is called {name!r} (known: {known}); register it with corp.register_adapter")
     adapter: Adapter = import_module(_built_in[name]).ADAPTER
     return adapter
+
+
+def library_of(adapter: str) -> Library | None:
+    """How the models of the adapter are written for their own library, where that is known."""
+    if adapter in _registered or adapter not in _libraries:
+        return None
+    library: Library = import_module(_libraries[adapter]).LIBRARY
+    return library
 
 
 def find_sites(model: nn.Module) -> Sites:

@@ -14,6 +14,7 @@ from corp.cli.bench import bench
 from corp.cli.calibrate import calibrate
 from corp.cli.demo import demo
 from corp.cli.eval import evaluate
+from corp.cli.export import export
 from corp.cli.inspect import inspect
 from corp.cli.merge import merge
 from corp.cli.plan import plan
@@ -37,6 +38,7 @@ app.command()(sweep)
 app.command("eval")(evaluate)
 app.command()(analyze)
 app.command()(bench)
+app.command()(export)
 app.command()(inspect)
 app.command()(report)
 app.command()(demo)

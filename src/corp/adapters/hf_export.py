@@ -1,0 +1,186 @@
+"""Pruned transformers models as transformers itself saves and loads them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor, nn
+
+from corp.adapters.hf import rebuild
+from corp.adapters.hf_models import PREPROCESSING_FILES, TOKENIZER_FILES, quiet
+from corp.adapters.registry import Library, find_sites
+from corp.errors import ModelError, StorageError
+
+# What configs call the width of their MLPs. Which of them does what in a given model is found by trying.
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim")
+RATIO = "mlp_ratio"  # of the width to the model's, a whole number (DINOv2)
+BIASES = ("mlp_bias", "enable_bias")
+COMPANIONS = (
+    *TOKENIZER_FILES,
+    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "normalizer.json"),
+    *("sentencepiece.bpe.model", "spiece.model", "spm.model"),
+    *PREPROCESSING_FILES,
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"),
+)
+HF = "hf:"
+
+
+def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> dict[str, Any]:
+    """The same model with these MLP widths in its config, and biases in its MLPs where it can have them."""
+    dense, made = _widths(identity), copy.deepcopy(identity)
+    for place, key in _fields(made["config"], (*WIDTHS, RATIO)):
+        governed = _governed(made, place, key)
+        wanted = {widths[site] for site in governed}
+        if len(wanted) > 1:
+            raise StorageError(
+                f"the MLPs are {_several(wanted)} channels wide, but {identity['class']} has one {key} for all of "
+                "them; use the compat profile, or prune all MLPs alike (one sparsity, no skip or override)"
+            )
+        if governed and wanted != {dense[governed[0]]}:
+            place[key] = _value(key, place[key], wanted.pop(), dense[governed[0]])
+    if biases:
+        for place, key in _fields(made["config"], BIASES):
+            place[key] = True
+    odd = [site for site, width in _widths(made).items() if width != widths[site]]
+    if odd:
+        raise StorageError(
+            f"the config of {identity['class']} cannot say that {odd[0]} has {widths[odd[0]]} of "
+            f"{dense[odd[0]]} channels; use the compat profile"
+        )
+    return made
+
+
+def _fields(config: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where such a name stands in a config or in the configs inside it."""
+    for key, value in list(config.items()):
+        if isinstance(value, dict):
+            yield from _fields(value, names)
+        elif key in names:
+            yield config, key
+
+
+def _governed(identity: dict[str, Any], place: dict[str, Any], key: str) -> list[str]:
+    """The MLPs whose width changes with the field: a config may hold some that nothing reads."""
+    old = place[key]
+    if isinstance(old, bool) or not isinstance(old, int | None) or (key == RATIO and old is None):
+        return []
+    before = _widths(identity)
+    place[key] = (old or 0) + 1 if key == RATIO else 16 if old == 8 else 8
+    try:
+        after = _widths(identity)
+    except ModelError:  # not a width, then
+        return []
+    finally:
+        place[key] = old
+    return [site for site in before if after[site] != before[site]]
+
+
+def _value(key: str, old: Any, width: int, dense: int) -> int:
+    if key != RATIO:
+        return width
+    return int(old) * width // dense  # a share that is no whole number shows in the widths that come out
+
+
+def _widths(identity: dict[str, Any]) -> dict[str, int]:
+    with torch.device("meta"):
+        return {site.name: site.width for site in find_sites(rebuild(copy.deepcopy(identity))).mlp}
+
+
+def _several(widths: set[int]) -> str:
+    return f"{min(widths)} to {max(widths)}"
+
+
+def write(model: nn.Module, _identity: dict[str, Any], folder: Path) -> None:
+    """save_pretrained: config, safetensors, generation config."""
+    try:
+        with quiet():
+            model.save_pretrained(folder)  # type: ignore[operator]
+    except OSError:
+        raise
+    except Exception as error:  # the library's own checks, of many kinds
+        raise StorageError(f"transformers cannot save the {type(model).__name__}: {error}") from error
+
+
+def read(identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> nn.Module:
+    """from_pretrained, with every tensor accounted for."""
+    cls: Any = getattr(transformers, identity["class"])
+    try:
+        with quiet():
+            model, info = cls.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except Exception as error:
+        raise StorageError(f"transformers cannot load what it saved of {identity['class']}: {error}") from error
+    odd = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]))
+    if odd:
+        raise StorageError(f"transformers misses or does not know {len(odd)} of the tensors it saved, such as {odd[0]}")
+    kernel = identity.get("attention")
+    if kernel is not None:  # the same arithmetic as in the model that it is compared with
+        model.set_attn_implementation(kernel)
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+def example(model: nn.Module) -> dict[str, Tensor]:
+    """A small random batch with the inputs that the model's forward takes."""
+    config: Any = model.config
+    takes = inspect.signature(model.forward).parameters
+    text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
+    draw = torch.Generator().manual_seed(0)
+    size = 1 if getattr(config, "pad_token_id", None) is None else 2  # classifiers want padding for more than one
+    made = {}
+    if "pixel_values" in takes:
+        side = vision.image_size
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        made["pixel_values"] = torch.randn(size, getattr(vision, "num_channels", 3), height, width, generator=draw)
+    if "input_features" in takes:
+        made["input_features"] = torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions, generator=draw)
+    for name in ("input_ids", "decoder_input_ids"):
+        if name in takes and (name != "input_ids" or "input_features" not in takes):
+            made[name] = torch.randint(text.vocab_size, (size, 12), generator=draw)
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        made["input_ids"] = made["input_ids"][:, None].repeat(1, 2, 1)
+    if getattr(config, "add_cross_attention", False):
+        made["encoder_hidden_states"] = torch.randn(size, 7, config.hidden_size, generator=draw)
+    return made
+
+
+def companions(sources: list[str], folder: Path) -> list[str]:
+    """Copy tokenizer and preprocessing files from the first source that has any; their names."""
+    for source in sources:
+        found = {name: path for name in COMPANIONS if (path := _companion(source.removeprefix(HF), name))}
+        for name, path in found.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+        if found:
+            return list(found)
+    return []
+
+
+def _companion(source: str, name: str) -> Path | None:
+    """The file in a folder, or among what was downloaded of a hub id."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        path = folder / name
+        # Links may lead out of a folder only where the hub's cache keeps its files that way.
+        inside = path.resolve().is_relative_to(folder.resolve()) or folder.resolve().parent.name == "snapshots"
+        return path if path.is_file() and inside else None
+    try:
+        cached = try_to_load_from_cache(source, name)
+    except ValueError:  # no hub id
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def call(identity: dict[str, Any], folder: str) -> str:
+    name = identity["class"]
+    return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({folder!r})"
+
+
+LIBRARY = Library("transformers", resize, write, read, example, companions, call)

@@ -1,0 +1,1 @@
+"""A pruned model written so that its own library loads it, without corp."""

@@ -1,0 +1,168 @@
+"""The profiles of a saved model that need no corp to load: `standard` and `compat`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.adapters.registry import Library, adapter_named, find_sites, library_of
+from corp.api import history
+from corp.errors import StorageError
+from corp.export.check import TOLERANCE, largest_difference, precise
+from corp.export.padding import pad
+from corp.measure.cost import count_params
+from corp.plan import Plan
+from corp.tying import assign
+from corp.version import __version__
+
+STANDARD, COMPAT = "standard", "compat"
+RECORD, CARD = "corp-export.json", "README.md"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: by whom it is loaded, and how far its outputs are from the pruned model's."""
+
+    profile: str
+    library: str
+    load: str  # the line that loads it
+    params: tuple[int, int]  # of the pruned model, and as written
+    difference: float  # the largest, relative to the largest output
+    companions: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "profile": self.profile,
+            "library": self.library,
+            "load": self.load,
+            "params": {"pruned": self.params[0], "written": self.params[1]},
+            "difference": self.difference,
+            "companions": list(self.companions),
+        }
+
+
+def write_profile(
+    model: nn.Module,
+    base: dict[str, Any] | None,
+    folder: Path,
+    profile: str,
+    sources: list[str],
+    record: dict[str, Any],
+) -> Exported:
+    """Write the pruned `model` into `folder` for its own library, read it back with that, and compare.
+
+    `base` is how its dense architecture is rebuilt; `record` is put on record, its "name" is what the folder
+    will be called. Tokenizer and preprocessing
+    come from the first of `sources` that has them.
+    """
+    library, rebuild = _library(base)
+    identity: dict[str, Any] = (base or {})["identity"]
+    plans, biases = history(model), _new_biases(model, rebuild(identity))
+    if profile == STANDARD:
+        widths = {site.name: site.width for site in find_sites(model).mlp}
+        identity = library.resize(identity, widths, bool(biases))
+        # Their config says the width: nothing to pad there.
+        plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind != "mlp")) for plan in plans)
+    target = rebuild(identity, meta=False)
+    _refuse(set(biases) - set(target.state_dict()), library, profile)
+    assign(target, pad(model, rebuild(identity), plans))
+    library.write(target.eval(), identity, folder)
+    difference = _check(model, library, identity, folder)
+    made = Exported(
+        profile,
+        library.name,
+        library.call(identity, record["name"]),
+        (count_params(model), count_params(target)),
+        difference,
+        tuple(library.companions(sources, folder)),
+    )
+    _record(folder, made, record, history(model))
+    return made
+
+
+def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path) -> float:
+    reread = library.read(identity, folder, precise(model))
+    difference = largest_difference(model, reread, library.example(model))
+    limit = TOLERANCE[precise(model)]
+    if not difference <= limit:
+        raise StorageError(
+            f"the exported model disagrees with the pruned one: by {difference:.2g} of the largest output, "
+            f"more than {limit:g}; nothing was written. The compact profile holds the model exactly"
+        )
+    return difference
+
+
+class _Rebuild:
+    """The dense architecture, on the meta device unless told otherwise."""
+
+    def __init__(self, make: Callable[[dict[str, Any]], nn.Module]) -> None:
+        self.make = make
+
+    def __call__(self, identity: dict[str, Any], *, meta: bool = True) -> nn.Module:
+        with torch.device("meta" if meta else "cpu"):
+            return self.make(identity)
+
+
+def _library(base: dict[str, Any] | None) -> tuple[Library, _Rebuild]:
+    adapter = (base or {}).get("adapter")
+    library = library_of(str(adapter))
+    if base is None or library is None or not isinstance(base.get("identity"), dict):
+        what = "a model that cannot be rebuilt from its name or config" if base is None else f"models of {adapter}"
+        raise StorageError(f"the profiles standard and compat do not know {what}; save it as profile='compact'")
+    make = adapter_named(str(adapter)).rebuild
+    assert make is not None
+    return library, _Rebuild(make)
+
+
+def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
+    """Parameters that the dense architecture has not: biases that compensation made."""
+    known = set(dense.state_dict())
+    return [name for name in model.state_dict() if name not in known]
+
+
+def _refuse(biases: set[str], library: Library, profile: str) -> None:
+    if biases:
+        other = " (the standard profile may hold it)" if profile == COMPAT else ""
+        raise StorageError(
+            f"compensation made {len(biases)} biases, such as {min(biases)}, which the model has no place for in "
+            f"{library.name}{other}; prune it again with intercept=False (--intercept no), or keep profile='compact'"
+        )
+
+
+def _record(folder: Path, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
+    content = {"format": "corp-export", "version": 1, "corp": __version__, **made.to_dict(), **record}
+    content["plans"] = [plan.to_dict() for plan in plans]
+    (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    recipe = ", ".join(f"{key}={value!r}" for key, value in plans[-1].recipe.to_dict().items() if value)
+    card = f"""---
+library_name: {made.library}
+tags: [pruned]
+---
+# {record["name"]}, pruned
+
+Made with corp {__version__} from {plans[-1].samples} unlabelled calibration samples, in closed form: no training, no
+labels. Recipe: {recipe}.
+
+Profile `{made.profile}`: it loads without corp. {_shape(made)}
+
+```python
+{made.load}
+```
+
+Its outputs were compared with the pruned model's when it was written: the largest difference was
+{made.difference:.1e} of the largest output.
+"""
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _shape(made: Exported) -> str:
+    pruned, written = made.params
+    if pruned == written:
+        return f"It has {written:,} parameters, none of them padding."
+    return f"It holds {written:,} parameters, zeros where something was removed; {pruned:,} are the pruned model's own."
