@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import CorpError, Recipe
+from corp.adapters import hf_models
 from corp.calibration import Settings
 from corp.sites import AttentionSite
 from corp.stats.grams import CAUSAL_BLOCKS
@@ -292,3 +293,31 @@ def test_narrowed_rotary_attention_is_not_narrowed_again() -> None:
         corp.prune(pruned, batches(), Recipe(attn=0.5))
     again = corp.prune(pruned, batches(), Recipe(mlp=0.5))
     assert torch.isfinite(logits(again.model, batches()[0])).all()
+
+
+def test_attention_sinks_are_refused_by_name() -> None:
+    model = hf.GptOssForCausalLM(hf.GptOssConfig(**BASE, num_local_experts=2, num_experts_per_tok=1))
+    with pytest.raises(CorpError, match="GptOssForCausalLM"):
+        corp.find_sites(model)
+
+
+def test_sharded_half_precision_checkpoints_are_read_and_keep_their_dtype(tmp_path: Path) -> None:
+    build("llama", torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
+    model = hf_models.create(str(tmp_path / "dense"))
+    result = corp.prune(model, batches(), Recipe(mlp=0.25, attn=0.5))
+    corp.save(result, tmp_path / "pruned")
+    loaded = corp.load(tmp_path / "pruned")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(loaded, batches()[1]), logits(result.model, batches()[1]))
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_layers_that_visit_the_device_one_by_one_give_the_same_statistics(place: str) -> None:
+    model, data = build("phi"), batches()
+    recipe = Recipe(mlp=0.25, attn=0.5)
+    plans = []
+    for offload in (None, place):
+        stats = corp.calibrate(model, data, settings=Settings("all", offload=offload))
+        plans.append(corp.plan(model, stats, recipe).to_dict())
+    assert plans[0] == plans[1]
