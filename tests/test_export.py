@@ -274,7 +274,8 @@ def test_export_says_what_it_did_and_refuses_what_it_cannot(opt: Path, tmp_path:
     made = run("export", opt / "pruned", "--to", "hf", "-o", tmp_path / "out")
     assert made.exit_code == 0, made.output
     assert "largest difference" in made.output
-    assert "OPTForCausalLM.from_pretrained('out')" in made.output
+    assert f"OPTForCausalLM.from_pretrained('{tmp_path / 'out'}')" in made.output
+    assert "OPTForCausalLM.from_pretrained('out')" in (tmp_path / "out" / "README.md").read_text()
     for arguments, message in (
         ((opt / "pruned", "-o", tmp_path / "out"), "exists; choose another output"),
         ((opt / "pruned", "-o", tmp_path / "new", "--profile", "compact"), "is not one of standard, compat"),

@@ -198,3 +198,25 @@ def test_loading_what_is_not_a_folder_says_so(tmp_path: Path) -> None:
         corp.load(tmp_path / "nothing")
     with pytest.raises(CorpError, match="takes the Result"):
         corp.save(vit(), tmp_path / "x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("profile", ["standard", "compat"])
+def test_plain_timm_creates_the_other_profiles(result: Result, profile: str, tmp_path: Path) -> None:
+    corp.save(result, tmp_path / "out", profile=profile)
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    x = inputs()[0]
+    torch.testing.assert_close(model(x), result.model(x), rtol=0, atol=1e-5)
+    assert type(model) is type(named_model())
+    assert model.num_classes == 7
+    assert tuple(model.pretrained_cfg["mean"]) == named_model().pretrained_cfg["mean"]
+    assert model.blocks[0].mlp.fc1.out_features == (308 if profile == "standard" else 768)  # ceil(0.4 x 768)
+
+
+def test_mlp_widths_as_a_ratio_that_timm_takes() -> None:
+    from corp.adapters.timm_export import resize
+
+    packed = {"architecture": "vit_giant_patch14_dinov2", "args": {}}  # gate and up in one linear
+    wanted = dict.fromkeys((f"blocks.{i}.mlp" for i in range(40)), 1001)
+    assert int(resize(packed, wanted, False)["args"]["mlp_ratio"] * 1536) == 2002
+    with pytest.raises(CorpError, match=r"7 to 1001 channels wide.*one mlp_ratio.*compat"):
+        resize(packed, {**wanted, "blocks.3.mlp": 7}, False)

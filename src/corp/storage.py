@@ -106,9 +106,8 @@ def _write_profile(
     calibration, config = record["calibration"], getattr(model, "config", None)
     known = calibration.get("model") if isinstance(calibration, dict) else None
     sources = [*sources, *(s for s in (known, getattr(config, "name_or_path", None)) if isinstance(s, str) and s)]
-    name = path.resolve().name
     with new_folder(path, overwrite=overwrite) as folder:
-        return write_profile(model, base, folder, profile, sources, {"name": name, **record})
+        return write_profile(model, base, folder, path, profile, sources, record)
 
 
 def check_profile(profile: str, known: tuple[str, ...]) -> None:

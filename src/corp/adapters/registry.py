@@ -57,7 +57,10 @@ _built_in = {  # package of the model's class -> module with its ADAPTER
     "transformers": "corp.adapters.hf",
     **dict.fromkeys(("torch", "torchvision", "open_clip", "clip"), "corp.adapters.torch_attention"),
 }
-_libraries = {"transformers": "corp.adapters.hf_export"}  # adapter -> module with its LIBRARY
+_libraries = {  # adapter -> module with its LIBRARY
+    "timm": "corp.adapters.timm_export",
+    "transformers": "corp.adapters.hf_export",
+}
 
 
 def register_adapter(

@@ -149,8 +149,9 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
     architecture, args = identity.get("architecture"), identity.get("args", {})
     if not isinstance(architecture, str) or not is_model(architecture):
         raise ModelError(f"timm has no model called {architecture!r}; a newer timm may have it")
-    if not isinstance(args, dict) or not set(args) <= set(_ARGS):
-        raise ModelError(f"the arguments {args!r} of {architecture} are not among {', '.join(_ARGS)}")
+    known = (*_ARGS, "mlp_ratio")  # which an exported model has
+    if not isinstance(args, dict) or not set(args) <= set(known):
+        raise ModelError(f"the arguments {args!r} of {architecture} are not among {', '.join(known)}")
     preprocessing = identity.get("preprocessing", {})
     if not isinstance(preprocessing, dict) or not set(preprocessing) <= set(_PREPROCESSING):
         raise ModelError(f"the preprocessing of {architecture} is not among {', '.join(_PREPROCESSING)}")

@@ -26,9 +26,7 @@ def export(
             "compat: everything padded to the dense shapes."
         ),
     ] = "standard",
-    to: Annotated[
-        str, typer.Option(help="What is to load it: hf, transformers' from_pretrained, is what there is.")
-    ] = "hf",
+    to: Annotated[str, typer.Option(help="hf: as the model's own library saves it; all there is.")] = "hf",
     overwrite: o.Overwrite = False,
     json: o.Json = False,
 ) -> None:
@@ -48,5 +46,5 @@ def export(
         ("largest difference of outputs", f"{made.difference:.1e}"),
         ("tokenizer, preprocessing", ", ".join(made.companions) or "none found"),
     ]
-    show_table(f"{out} ({made.profile})", ("", ""), rows)
+    show_table(f"{out}, {made.profile} profile", ("", made.library), rows)
     note(f"saved to {out}; load it with {made.load.splitlines()[-1].removeprefix('model = ')}")

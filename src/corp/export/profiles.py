@@ -51,15 +51,15 @@ def write_profile(
     model: nn.Module,
     base: dict[str, Any] | None,
     folder: Path,
+    path: Path,
     profile: str,
     sources: list[str],
     record: dict[str, Any],
 ) -> Exported:
     """Write the pruned `model` into `folder` for its own library, read it back with that, and compare.
 
-    `base` is how its dense architecture is rebuilt; `record` is put on record, its "name" is what the folder
-    will be called. Tokenizer and preprocessing
-    come from the first of `sources` that has them.
+    `base` is how its dense architecture is rebuilt; `path` is what the folder will be called. Tokenizer and
+    preprocessing come from the first of `sources` that has them.
     """
     library, rebuild = _library(base)
     identity: dict[str, Any] = (base or {})["identity"]
@@ -77,12 +77,14 @@ def write_profile(
     made = Exported(
         profile,
         library.name,
-        library.call(identity, record["name"]),
+        library.call(identity, str(path)),
         (count_params(model), count_params(target)),
         difference,
         tuple(library.companions(sources, folder)),
     )
-    _record(folder, made, record, history(model))
+    # The folder may move: on record is its name alone.
+    name = path.resolve().name
+    _record(folder, name, replace(made, load=library.call(identity, name)), record, history(model))
     return made
 
 
@@ -135,7 +137,7 @@ def _refuse(biases: set[str], library: Library, profile: str) -> None:
         )
 
 
-def _record(folder: Path, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
+def _record(folder: Path, name: str, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
     content = {"format": "corp-export", "version": 1, "corp": __version__, **made.to_dict(), **record}
     content["plans"] = [plan.to_dict() for plan in plans]
     (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -144,7 +146,7 @@ def _record(folder: Path, made: Exported, record: dict[str, Any], plans: Sequenc
 library_name: {made.library}
 tags: [pruned]
 ---
-# {record["name"]}, pruned
+# {name}, pruned
 
 Made with corp {__version__} from {plans[-1].samples} unlabelled calibration samples, in closed form: no training, no
 labels. Recipe: {recipe}.

@@ -1,0 +1,77 @@
+"""Pruned timm models as timm itself saves them and creates them from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import save_for_hf
+from torch import Tensor, nn
+
+from corp.adapters.registry import Library, find_sites
+from corp.adapters.timm_vit import rebuild
+from corp.errors import StorageError
+
+
+def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> dict[str, Any]:
+    """The same model with these MLP widths, which timm knows as one ratio to the model's own."""
+    model = _build(identity)
+    sites = find_sites(model).mlp
+    if widths == {site.name: site.width for site in sites}:
+        return identity
+    several = sorted(set(widths.values()))
+    if len(several) > 1:
+        raise StorageError(
+            f"the MLPs are {several[0]} to {several[-1]} channels wide, but timm has one mlp_ratio for all of them; "
+            "use the compat profile, or prune all MLPs alike (one sparsity, no skip or override)"
+        )
+    up = sites[0].up
+    packed = sum(rows.module == up[0].module for rows in up)  # gate and up in one linear count twice
+    # timm truncates ratio x width: the half keeps rounding from losing a channel.
+    ratio = (packed * several[0] + 0.5) / model.embed_dim
+    resized = {**identity, "args": {**identity.get("args", {}), "mlp_ratio": ratio}}
+    if widths != {site.name: site.width for site in find_sites(_build(resized)).mlp}:
+        raise StorageError(
+            f"no mlp_ratio makes all MLPs of {identity['architecture']} {several[0]} channels wide; "
+            "use the compat profile"
+        )
+    return resized
+
+
+def _build(identity: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return rebuild(identity)
+
+
+def write(model: nn.Module, identity: dict[str, Any], folder: Path) -> None:
+    """Weights as safetensors, and a config.json with architecture, arguments and preprocessing."""
+    args = {key: value for key, value in identity.get("args", {}).items() if key != "num_classes"}
+    save_for_hf(model, str(folder), model_args=args, safe_serialization=True)
+
+
+def read(_identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> nn.Module:
+    try:
+        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except Exception as error:  # timm's and torch's own complaints
+        raise StorageError(f"timm cannot load what it saved: {error}") from error
+    return model.to(dtype).eval()
+
+
+def example(model: nn.Module) -> Tensor:
+    size: tuple[int, ...] = model.pretrained_cfg["input_size"]  # type: ignore[index, assignment]
+    patches: Any = model.patch_embed
+    height, width = patches.img_size or size[1:]
+    return torch.randn(2, patches.proj.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def companions(_sources: list[str], _folder: Path) -> list[str]:
+    return []  # the preprocessing is part of the config
+
+
+def call(_identity: dict[str, Any], folder: str) -> str:
+    return f"import timm\n\nmodel = timm.create_model({f'local-dir:{folder}'!r}, pretrained=True)"
+
+
+LIBRARY = Library("timm", resize, write, read, example, companions, call)
