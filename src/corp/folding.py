@@ -58,7 +58,10 @@ def head_maps(site: AttentionSite, stats: Statistics, site_plan: SitePlan, recip
         if grams is not None:
             rest = split(site.plain_width, plain)
             for h, q_part in enumerate(q_parts):
-                M = fit_head(head_system(grams.head(g * shared + h), plain, rest), "full", recipe.ridge)
+                head = g * shared + h
+                M = sums.fits.get((head, tuple(plain.tolist()), recipe.ridge))
+                if M is None:  # planned elsewhere
+                    M = fit_head(head_system(grams.head(head), plain, rest), "full", recipe.ridge)
                 A, B = logit.fold_factors(M) if shared == 1 else logit.query_factors(M)
                 q_part.append(logit.head_map(plain, site.plain_width, A))
             k_parts.append(logit.head_map(plain, site.plain_width, B))

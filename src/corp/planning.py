@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ class HeadSums(NamedTuple):
 
     pairs: SiteSums[PairSums] | None
     grams: SiteSums[Grams] | None
+    fits: dict[Any, Tensor]  # M of the last plan, by head, what it kept and the ridge
 
     @classmethod
     def of(cls, site: AttentionSite, stats: Statistics) -> HeadSums:
         pairs = stats.pairs_of(site.name) if site.rotary else None
-        return cls(pairs, stats.grams_of(site.plain_name) if site.plain_width else None)
+        grams = stats.grams_of(site.plain_name) if site.plain_width else None
+        return cls(pairs, grams, stats.fits.setdefault(site.name, {}))
 
     @property
     def tokens(self) -> int:
@@ -84,6 +86,7 @@ def plan_attention(site: AttentionSite, sums: HeadSums, recipe: Recipe) -> SiteP
     """Rank, choose and predict for every key head of one attention and the query heads that share it."""
     sparsity = recipe.sparsity("attn", site.name)
     turned, plain = widths(site, sparsity, recipe.multiple("attn"))
+    sums.fits.clear()
     kept_groups, costs = [], []
     for g in range(site.groups):
         parts = []
@@ -91,7 +94,7 @@ def plan_attention(site: AttentionSite, sums: HeadSums, recipe: Recipe) -> SiteP
             parts.append(plan_pairs(sums.pairs, g, turned // 2, recipe))
         if sums.grams is not None:
             heads = site.heads // site.groups
-            parts.append(plan_heads(sums.grams, range(g * heads, (g + 1) * heads), plain, recipe))
+            parts.append(plan_heads(sums.grams, range(g * heads, (g + 1) * heads), plain, recipe, sums.fits))
         starts = [0] * (sums.pairs is not None) + [site.rotary_dims] * (sums.grams is not None)
         kept_groups.append(tuple(start + i for (kept, _), start in zip(parts, starts, strict=True) for i in kept))
         costs.append(_together([cost for _, cost in parts]))
@@ -105,7 +108,7 @@ def widths(site: AttentionSite, sparsity: float, multiple: int) -> tuple[int, in
     return turned, plain
 
 
-def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe) -> Part:
+def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe, fits: dict[Any, Tensor]) -> Part:
     """One kept set of plain dimensions for query heads that share a key head."""
     whole = sums.all
     grams = [whole.head(h) for h in heads]
@@ -115,7 +118,7 @@ def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe) -
     costs = []
     for h, head, E in zip(heads, grams, energies, strict=True):
         system = head_system(head, kept, pruned)
-        M = fit_head(system, recipe.compensate, recipe.ridge)
+        M = fits[h, tuple(kept.tolist()), recipe.ridge] = fit_head(system, recipe.compensate, recipe.ridge)
         costs.append(
             GroupCost(*logit.distortion(system, M), float(E.sum()), *judge_head(sums, h, kept, pruned, recipe))
         )

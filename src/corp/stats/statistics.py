@@ -33,6 +33,8 @@ class Statistics:
     weights: str = ""
     inputs: Any = None
     origin: dict[str, Any] = field(default_factory=dict)
+    # Of each attention the last plan's fits, by head: apply needs them again, and they are most of a plan's work.
+    fits: dict[str, dict[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def moments_of(self, name: str) -> SiteSums[Moments]:
         return _of_kind(Moments, self.sums, name)
