@@ -144,6 +144,20 @@ def test_biases_that_no_config_holds(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_generation_config_that_the_library_would_not_write(tmp_path: Path) -> None:
+    """Sampling settings without do_sample, as Llama 2 was published with: loaded with a warning, never saved."""
+    model = test_hf_rotary.build("llama", torch.float32)
+    model.generation_config.temperature = 0.6
+    data = [{"input_ids": batch["input_ids"]} for batch in test_hf_rotary.batches()]
+    result = models.prune(model, data, Recipe(mlp=0.5))
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(tmp_path / "library")
+    corp.save(result, tmp_path / "ours", profile="standard")
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert loaded.generation_config.temperature == 0.6
+    assert loaded.generation_config.eos_token_id == model.generation_config.eos_token_id == 2
+
+
 def test_half_precision_is_compared_in_single(tmp_path: Path) -> None:
     for family in ("rotary-gemma", "rotary-llama-ungrouped-tied"):
         result, data = pruned(family, dtype=torch.bfloat16)

@@ -99,10 +99,16 @@ def _several(widths: set[int]) -> str:
 
 
 def write(model: nn.Module, _identity: dict[str, Any], folder: Path) -> None:
-    """save_pretrained: config, safetensors, generation config."""
+    """save_pretrained: config, safetensors; and the generation config as it came."""
+    wide: Any = model
+    settings = wide.generation_config if wide.can_generate() else None
     try:
         with quiet():
-            model.save_pretrained(folder)  # type: ignore[operator]
+            if settings is not None:  # published ones often have values that save_pretrained refuses to write
+                wide.generation_config = transformers.GenerationConfig()
+            wide.save_pretrained(folder)
+            if settings is not None:
+                settings.to_json_file(folder / "generation_config.json")
     except OSError:
         raise
     except Exception as error:  # the library's own checks, of many kinds
