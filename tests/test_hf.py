@@ -363,6 +363,14 @@ def test_saved_models_come_back_bit_identical_from_their_config(family: str, tmp
     assert torch.equal(run(corp.load(save(twice, tmp_path / "twice")), data[0]), run(twice.model, data[0]))
 
 
+def test_card_and_page_of_a_transformers_model_say_how_to_load_it(tmp_path: Path) -> None:
+    corp.save(corp.prune(build("hf-bert"), batches("hf-bert"), Recipe(mlp=0.5)), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# BertModel, pruned" in card
+    assert "base=" not in card
+    assert "BertModel" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_tied_weights_are_stored_once_counted_once_and_tied_again(tmp_path: Path) -> None:
     from safetensors import safe_open
 

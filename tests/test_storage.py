@@ -220,3 +220,12 @@ def test_mlp_widths_as_a_ratio_that_timm_takes() -> None:
     assert int(resize(packed, wanted, False)["args"]["mlp_ratio"] * 1536) == 2002
     with pytest.raises(CorpError, match=r"7 to 1001 channels wide.*one mlp_ratio.*compat"):
         resize(packed, {**wanted, "blocks.3.mlp": 7}, False)
+
+
+def test_saved_files_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        corp.save(corp.prune(named_model(), inputs(), Recipe(mlp=0.6)), tmp_path / "model")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o644}

@@ -49,6 +49,8 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     try:
         yield beside
+        for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
+            os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
         os.chmod(beside, 0o777 & ~_umask())
         _swap(beside, path, overwrite=overwrite)
     except OSError as error:

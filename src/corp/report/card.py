@@ -11,10 +11,11 @@ from corp.text import markdown_table
 
 def model_card(report: Report, manifest: dict[str, Any]) -> str:
     """A short README.md: what this is, how to load it, what it cost."""
-    base = (manifest["base"] or {}).get("identity", {}).get("architecture")
-    name = base or "a model of your own"
+    identity = (manifest["base"] or {}).get("identity", {})
+    base = identity.get("architecture")  # timm's name; transformers' models have a class and a config
+    name = base or identity.get("class") or "a model of your own"
     recipe = ", ".join(f"{key}={value!r}" for key, value in manifest["recipe"].items() if value not in ((), [], {}))
-    argument = "" if base else ", base=dense_model"
+    argument = "" if manifest["base"] else ", base=dense_model"
     return f"""---
 library_name: corp
 tags: [pruned]

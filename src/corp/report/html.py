@@ -43,7 +43,10 @@ class Run:
 
     @property
     def model(self) -> str:
-        return str((self.identity or {}).get("architecture") or self.name)
+        base = self.manifest.get("base")
+        identity = base.get("identity") if isinstance(base, dict) else None
+        known = identity if isinstance(identity, dict) else {}
+        return str(known.get("architecture") or known.get("class") or self.name)
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
