@@ -221,9 +221,9 @@ def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """Row by row: its name, parameters and measurements."""
     benchmark = entry.load(assets)
     yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
-    stats = corp.calibrate(benchmark.model, benchmark.calibration)
+    stats = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings("all"))
     if entry.causal:  # what the paper does: logits that no query ever uses are fitted too
-        ignoring = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings(causal=False))
+        ignoring = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings("all", causal=False))
         for sparsity in (0.3, 0.5):
             recipe = Recipe(attn=sparsity)
             pruned = corp.apply(benchmark.model, ignoring, corp.plan(benchmark.model, ignoring, recipe)).model

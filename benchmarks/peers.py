@@ -29,6 +29,7 @@ from corp.text import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("magnitude", "wanda", "vbp", "flap", "grail")
+OURS: dict[str, dict[str, Any]] = {"corp, the paper's recipe": {}, "corp, rank=exact": {"rank": "exact"}}
 COLUMNS = ("method", "top-1 %", "parameters, M", "MACs / dense", "seconds after calibration")
 
 
@@ -126,20 +127,28 @@ def main() -> None:
     for sparsity in (0.3, 0.5):
         title = f"{sparsity:.0%} of the MLP channels"
         sections[title] = [run(setup, name, Recipe(preset=name, mlp=sparsity)) for name in PEERS]
-        sections[title].append(run(setup, "corp", Recipe(mlp=sparsity)))
+        sections[title] += [run(setup, name, Recipe(mlp=sparsity, **options)) for name, options in OURS.items()]
     budget = sections["50% of the MLP channels"][0]["macs"]
     even = equal_macs(setup, budget)
     title = f"equal MACs ({budget:.3f} of dense)"
     mlp_only = [{**row, "method": f"{row['method']} (MLP 50 %)"} for row in sections["50% of the MLP channels"]]
-    sections[title] = [*mlp_only, run(setup, f"corp (MLP and Q/K {even.mlp:.0%})", even)]
+    both = [
+        run(setup, f"{name} (MLP and Q/K {even.mlp:.0%})", Recipe(mlp=even.mlp, attn=even.attn, **options))
+        for name, options in OURS.items()
+    ]
+    sections[title] = [*mlp_only, *both]
     other = torch_pruning(setup, budget)
     if other:
         sections[title].append(other)
+    print(write(dense, sections))
+
+
+def write(dense: dict[str, Any], sections: dict[str, list[dict[str, Any]]]) -> str:
     text = "\n\n".join(f"## {title}\n\n{table([dense, *rows])}" for title, rows in sections.items())
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "peers.json").write_text(json.dumps({"dense": dense, **sections}, indent=1) + "\n")
     (RESULTS / "peers.md").write_text(f"# DeiT-Tiny, 1,000 labelled images, no training after pruning\n\n{text}\n")
-    print(text)
+    return text
 
 
 if __name__ == "__main__":

@@ -259,3 +259,82 @@ def test_bad_requests_are_told_before_any_work(options: tuple[str, ...], message
     result = run("sweep", MODEL, *options)
     assert result.exit_code == 1
     assert message in result.output
+
+
+def test_a_changed_command_is_refused_and_a_failed_one_leaves_nothing(
+    weights: Path, photos_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "sweep"
+    command = (
+        "sweep",
+        MODEL,
+        "--weights",
+        weights,
+        "--calib",
+        photos_folder,
+        "--data",
+        photos_folder,
+        "--kinds",
+        "mlp",
+    )
+    command = (*command, "--sparsity", "0.5,0.8,0.5", "--device", "cpu", "-o", out)
+    bad = run(*command, "--calib-sizes", "4,2")
+    assert "must ascend" in bad.output
+    assert not out.with_name(".sweep.partial").exists()
+
+    real = Sweep._keep
+
+    def die(self: Sweep) -> None:
+        real(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sweep, "_keep", die)
+    monkeypatch.setattr(Sweep, "_at_once", lambda self: 1)
+    assert run(*command).exit_code == 130
+    monkeypatch.setattr(Sweep, "_keep", real)
+    labels = tmp_path / "labels.csv"
+    labels.write_text("".join(f"{path.name},1\n" for path in photos_folder.iterdir()))
+    for change in (("--labels", labels), ("--tokens", "5"), ("--batch-size", "2")):
+        refused = run(*command, *change)
+        assert refused.exit_code == 1
+        assert "another command" in refused.output
+    done = run(*command, "--json")
+    assert done.exit_code == 0, done.output
+    assert [row["mlp"] for row in json.loads(done.stdout)["rows"]] == [0.5, 0.8]  # what is given twice counts once
+
+
+def test_unreadable_images_are_named_and_counted_over_all_sizes(
+    weights: Path, photos_folder: Path, tmp_path: Path
+) -> None:
+    (photos_folder / "x.png").write_text("no image")
+    options = ("--calib", photos_folder, "--data", photos_folder, "--sparsity", "0.8", "--kinds", "mlp")
+    options = (*options, "--device", "cpu", "--max-bad", "0.3", "--calib-sizes", "3,5", "-o", tmp_path / "out")
+    made = run("sweep", MODEL, "--weights", weights, *options)
+    assert made.exit_code == 0, made.output
+    assert made.output.count("x.png") == 2  # while calibrating, and while evaluating
+
+
+def test_labels_and_samples_that_cannot_be_used_are_refused(weights: Path, photos_folder: Path, tmp_path: Path) -> None:
+    stats = tmp_path / "stats"
+    made = run("calibrate", MODEL, "--weights", weights, "--calib", photos_folder, "-o", stats, "--device", "cpu")
+    assert made.exit_code == 0, made.output
+    for command in ("sweep", "plan"):
+        how = ("--sparsity", "0.5") if command == "sweep" else ("--mlp", "0.5")
+        refused = run(command, MODEL, "--weights", weights, "--stats", stats, "--samples", 3, *how)
+        assert "--samples cannot go with it" in refused.output
+
+
+def test_timm_exports_are_taken_like_any_model(weights: Path, photos_folder: Path, tmp_path: Path) -> None:
+    pruned, exported = tmp_path / "pruned", tmp_path / "exported"
+    source = (MODEL, "--weights", weights, "--calib", photos_folder, "--device", "cpu")
+    missing = run("prune", *source, "--mlp", 0.5, "-o", pruned, "--eval-data", tmp_path / "nothing")
+    assert "is not there" in missing.output
+    assert not pruned.exists()
+    assert run("prune", *source, "--mlp", 0.5, "-o", pruned).exit_code == 0
+    made = run("export", pruned, "--profile", "standard", "-o", exported)
+    assert made.exit_code == 0, made.output
+    shown = run("eval", pruned, exported, "--data", photos_folder, "--labels", "none", "--json")
+    assert shown.exit_code == 0, shown.output
+    models = json.loads(shown.stdout)["models"]
+    assert models[0]["params"] == models[1]["params"]
+    assert models[1]["agreement"]["value"] == 1

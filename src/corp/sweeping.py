@@ -152,10 +152,7 @@ def statistics_of_sizes(
 
     One pass: every sample is seen once, and sums add. The seconds of a run that was interrupted are not known.
     """
-    if list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] > data.samples:
-        raise DataError(
-            f"calibration sizes must ascend and stay within the {data.samples} samples there are: {list(sizes)}"
-        )
+    check_sizes(sizes, data.samples)
     tokens = settings.tokens
     if tokens == "auto":  # the same for every part, and enough for the smallest
         widths = [site.width for site in find_sites(model) if isinstance(site, MLPSite)]
@@ -171,6 +168,8 @@ def statistics_of_sizes(
                 now = {**origin, "data fingerprint": part.fingerprint(), "samples": part.samples}
                 told = Settings(tokens, settings.memory)
                 api.calibrate(model, part, out=here, progress=progress, settings=told, origin=now)
+                if unreadable := getattr(part, "bad", []):
+                    data.bad += unreadable
                 if fresh:
                     seconds[str(size)] = time.perf_counter() - start
                     write_text(folder / SECONDS, json.dumps(seconds))
@@ -183,6 +182,11 @@ def statistics_of_sizes(
         before = whole
         known: list[Any] = [seconds.get(str(s)) for s in sizes[: list(sizes).index(size) + 1]]
         yield Statistics.load(whole), None if None in known else sum(known)
+
+
+def check_sizes(sizes: Sequence[int], samples: int) -> None:
+    if list(sizes) != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] > samples:
+        raise DataError(f"calibration sizes must ascend and stay within the {samples} samples there are: {list(sizes)}")
 
 
 def result(sweep: Sweep, about: Mapping[str, Any], calibration: Mapping[int, float | None]) -> dict[str, Any]:
@@ -220,7 +224,12 @@ def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -
     partial = out.with_name(f".{out.name}.partial")
     prepare_folder(partial, identity, fresh=fresh)
     with lock_folder(partial, "rank-0"):
-        yield partial
+        try:
+            yield partial
+        except BaseException:
+            if not any(path.is_dir() or path.name == ROWS for path in partial.iterdir()):
+                shutil.rmtree(partial, ignore_errors=True)  # nothing was finished that could be gone on with
+            raise
         _tidy(partial)
         refuse_existing(out, overwrite=False)
         partial.rename(out)

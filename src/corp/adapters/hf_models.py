@@ -196,6 +196,8 @@ def _reason(name: str, what: str, error: Exception) -> str:
         return f"{name} brings its own code, which is not run; only classes of transformers itself are loaded"
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
         return f"transformers {transformers.__version__} does not know the architecture of {name}: {text[:200]}"
+    if "connect" in text or "offline" in text.lower():
+        return f"there is no folder {name} here, no copy of a hub model of that name, and the hub cannot be reached"
     if what == "weights" and "safetensors" in text:
         return f"{name} has no weights as safetensors: {_convert(name)}"
     return f"the {what} of {name} cannot be loaded: {text[:300]}"

@@ -34,6 +34,15 @@ def create(name: str, weights: str | Path | None = None, *, pretrained: bool = F
     return model.eval()
 
 
+def from_folder(folder: Path) -> nn.Module:
+    """A folder in timm's own format (config.json, model.safetensors), as corp export writes it."""
+    try:
+        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except Exception as error:  # timm raises many kinds
+        raise ModelError(f"timm cannot load {folder}: {error}") from error
+    return model.eval()
+
+
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a .safetensors file or a .pth (weights only, nothing is executed) that fits the architecture exactly."""
     state = read_state(path)

@@ -20,6 +20,7 @@ from corp.batches import run
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
 from corp.cli.models import CAUSAL, ENCODER, kind_of
+from corp.cli.sources import sequence_length
 from corp.errors import CorpError, CorpWarning, ModelError
 from corp.measure import timing
 from corp.measure.footprint import Sizes, measure_sizes
@@ -83,6 +84,9 @@ def bench(
     contenders = [_placed(contender, device, dtype) for contender in gather(models)]
     if seq_len is not None and input is not None:
         raise ModelError("--seq-len and --input both say what goes in; give one")
+    for contender in contenders:
+        if seq_len is not None and takes_texts(contender.model):
+            sequence_length(contender.model, None, seq_len)  # refuses what is longer than the context
     shape = common_shape(contenders, input if seq_len is None else str(seq_len))
     with _threads(threads), torch.inference_mode():
         measured = measure(contenders, shape, batch, rounds)

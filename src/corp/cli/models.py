@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from corp import storage
+from corp.atomic import read_json
 from corp.cli.console import note
 from corp.errors import CorpError, DataError, ModelError
 
@@ -28,9 +29,12 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> n
         from corp.adapters import hf_models  # transformers is imported only when one of its models is asked for
 
         return hf_models.create(where, pretrained=pretrained)
-    if Path(name).is_dir():
+    if Path(name).is_dir() and not _timm_export(Path(name)):
         return storage.load(name)
     from corp.adapters import timm_models  # timm likewise
+
+    if Path(name).is_dir():
+        return timm_models.from_folder(Path(name))
 
     if weights is None and pretrained:
         note(f"{name}: taking timm's pretrained weights (--weights FILE uses a file of yours)")
@@ -46,7 +50,15 @@ def _hf_place(name: str) -> str | None:
         return str(Path(where).expanduser()) if where.startswith("~") else where
     folder = Path(name)
     foreign = (folder / "config.json").is_file() and not (folder / storage.MANIFEST).is_file()
-    return name if foreign else None
+    return name if foreign and not _timm_export(folder) else None
+
+
+def _timm_export(folder: Path) -> bool:
+    """A folder that timm's local-dir: loads: its config names an architecture where transformers' has a model_type."""
+    if not (folder / "config.json").is_file():
+        return False
+    config = read_json(folder / "config.json")
+    return isinstance(config, dict) and isinstance(config.get("architecture"), str) and "model_type" not in config
 
 
 def kind_of(model: nn.Module) -> str:

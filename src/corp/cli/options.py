@@ -159,6 +159,8 @@ def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Set
         return calibrated(source, recipe=recipe, settings=settings)
     if source.calib:
         raise DataError("--stats are of data that was seen already; --calib cannot go with it")
+    if source.samples is not None:
+        raise DataError("--stats are of data that was seen already; --samples cannot go with it")
     return place(load_model(source.model, source.weights), source.device, source.dtype), Statistics.load(stats)
 
 

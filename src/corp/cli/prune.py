@@ -17,6 +17,7 @@ from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.models import IMAGE, kind_of, save_companions
+from corp.errors import DataError
 from corp.plan import COLUMNS
 from corp.report.tables import TOTALS, Report
 
@@ -64,6 +65,8 @@ def prune(
     """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
     recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
     refuse_existing(out, overwrite=overwrite)
+    if missing := [path for path in eval_data or [] if not path.exists()]:
+        raise DataError(f"--eval-data {missing[0]} is not there")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
@@ -72,6 +75,9 @@ def prune(
     result = api.apply(dense, statistics, plan)
     storage.save(result, out, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]]))
     save_companions(model, dense, out, tokenizer)
+    if not json:
+        show_report(result.report)
+        note(f"saved to {out}; load it with corp.load({str(out)!r})")
     content: dict[str, Any] = {}
     show = None
     if eval_data:
@@ -79,10 +85,8 @@ def prune(
     if json:
         show_json({"output": str(out), **result.report.to_dict(), **({"evaluation": content} if content else {})})
         return
-    show_report(result.report)
     if show:
         show()
-    note(f"saved to {out}; load it with corp.load({str(out)!r})")
 
 
 def before_and_after(

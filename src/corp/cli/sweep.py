@@ -6,7 +6,7 @@ import csv
 import json as json_
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -101,7 +101,14 @@ def sweep(
     dense = o.place(o.load_model(model, weights), device, dtype)
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, IMAGES)
-    evaluate = _evaluation(dense, source, data, labels, eval_samples) if data else None
+    if stats is not None and samples is not None:
+        raise DataError("--stats are of data that was seen already; --samples cannot go with it")
+    judge = _evaluation(dense, source, data, labels, eval_samples) if data else None
+    found = Statistics.load(stats) if stats else None
+    batches = None if found else calibration_batches(dense, source)
+    sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [batches.samples if batches else 0]
+    if batches:
+        sweeping.check_sizes(sizes, batches.samples)
     about = {
         "model": model,
         "weights": fingerprint(dense),
@@ -115,16 +122,21 @@ def sweep(
     }
     asked = {
         "recipes": [recipe.to_dict() for recipe in recipes],
-        "sizes": calib_sizes,
-        "samples": samples,
-        "eval": eval_samples,
+        "sizes": sizes,
+        "tokens": tokens,
+        "batch size": batch_size,
+        "calibration data": [found.samples, found.origin.get("data fingerprint")] if found else _identity(batches),
+        "evaluation data": None if judge is None else [*_identity(judge.batches), labels],
     }
     with sweeping.working_folder(out, {**about, **asked}, fresh=fresh) as folder:
-        run = Sweep(dense, recipes, evaluate, folder)
-        calibration = _run(run, source, stats, calib_sizes, o.make_settings(tokens, memory))
+        run = Sweep(dense, recipes, judge.evaluate if judge else None, folder)
+        settings = o.make_settings(tokens, memory)
+        calibration = _run(run, source, found, batches, sizes, settings)
         content = sweeping.result(run, about, calibration)
         if out is not None:
             _write(folder, content)
+    for path, reason in [*getattr(batches, "bad", []), *getattr(judge and judge.batches, "bad", [])]:
+        note(f"skipped {path}: {reason}")
     if json:
         show_json(content)
         return
@@ -133,17 +145,26 @@ def sweep(
         note(f"table, figures and statistics in {out}; a page: corp report {out}")
 
 
+class Judge(NamedTuple):
+    """How models are measured, and on what."""
+
+    evaluate: sweeping.Evaluate
+    batches: Any
+
+
+def _identity(batches: Any) -> list[Any]:
+    """What tells one set of samples from another, and how they are prepared."""
+    return [batches.samples, batches.fingerprint(), batches.describe()]
+
+
 def _run(
-    run: Sweep, source: o.Source, stats: Path | None, calib_sizes: str, settings: Settings
+    run: Sweep, source: o.Source, stats: Statistics | None, batches: Any, sizes: list[int], settings: Settings
 ) -> dict[int, float | None]:
     """All cases; the seconds that calibrating on so many samples took, where that is known."""
     if stats is not None:
-        found = Statistics.load(stats)
-        _sweep(run, run.recipes, found)
-        return {found.samples: None}
+        _sweep(run, run.recipes, stats)
+        return {stats.samples: None}
     assert run.folder is not None
-    batches = calibration_batches(run.dense, source)
-    sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [batches.samples]
     calibration: dict[int, float | None] = {}
     origin = {
         "model": source.model,
@@ -165,14 +186,14 @@ def _sweep(run: Sweep, recipes: Sequence[Recipe], stats: Statistics) -> None:
         run.run(stats, advance)
 
 
-def _evaluation(
-    dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None
-) -> sweeping.Evaluate:
+def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
     """How good several models are on the images or texts, in one pass over them."""
     kind = kind_of(dense)
     if kind == IMAGE:
         return _on_images(dense, source, data, labels, samples)
     refuse_other(kind, dense)
+    if labels is not None:
+        raise DataError("--labels are for images; texts have none")
     options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
     tokenizer = tokenizer_of(source.model, source.text.tokenizer)
     batches = eval_text.text_batches(dense, tokenizer, kind, options)
@@ -183,12 +204,10 @@ def _evaluation(
         judged = judge({str(i): model for i, model in enumerate([dense, *others])}, batches)
         return [_measured(metric.intervals()) for metric in judged[len(judged) - len(models) :]]
 
-    return evaluate
+    return Judge(evaluate, batches)
 
 
-def _on_images(
-    dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None
-) -> sweeping.Evaluate:
+def _on_images(dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
     from corp.data.images import list_images
     from corp.data.labels import LabelledBatches, find_labels, read_labels
 
@@ -206,7 +225,7 @@ def _on_images(
         side_by_side(dense, [Contender(m, s) for m, s in zip(models, scores, strict=True)], batches)
         return [_measured(score.intervals()) for score in scores]
 
-    return evaluate
+    return Judge(evaluate, images)
 
 
 def _measured(intervals: dict[str, Interval | None]) -> Row:
@@ -257,7 +276,7 @@ def parse_range(text: str) -> list[float]:
     """Parse "0.1:0.7:0.1" (both ends included) or "0.3,0.5"."""
     try:
         if ":" not in text:
-            return [float(part) for part in text.split(",")]
+            return list(dict.fromkeys(float(part) for part in text.split(",")))
         first, last, step = (float(part) for part in text.split(":"))
         if step <= 0 or last < first:
             raise ValueError

@@ -86,8 +86,9 @@ class ImageBatches(Iterable[Tensor]):
     def parts(self, sizes: Sequence[int], seed: int) -> list[ImageBatches]:
         """Disjoint parts of these images in an order drawn by `seed`; the first k together are sizes[k - 1] images."""
         order = random.Random(seed).sample(self.paths, len(self.paths))
+        allowed = self.max_bad * len(order)  # of all, so that one bad image among few is not too many
         return [
-            ImageBatches(order[a:b], self.transform, batch_size=self.batch_size, max_bad=self.max_bad)
+            ImageBatches(order[a:b], self.transform, batch_size=self.batch_size, max_bad=min(1.0, allowed / (b - a)))
             for a, b in pairwise((0, *sizes))
         ]
 

@@ -107,7 +107,7 @@ def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]
             folder / "sparsity",
         )
         made += names
-    if distinct(lambda row: row.get("rank")) > 1:
+    if distinct(lambda row: row.get("rank")) > 1 and distinct(lambda row: row.get("preset")) == 1:
         bars, what = ranking(rows, metric)
         made += plots.save(
             plots.bar_chart(bars, title=f"{title}: {what}", y=y, dense=whole, share=share), folder / "ranking"
