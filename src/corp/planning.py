@@ -117,8 +117,9 @@ def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe, f
         kept, pruned = rank.top(torch.stack([E.diagonal() for E in energies]).sum(0), keep)
     costs = []
     for h, head, E in zip(heads, grams, energies, strict=True):
-        system = head_system(head, kept, pruned)
-        M = fits[h, tuple(kept.tolist()), recipe.ridge] = fit_head(system, recipe.compensate, recipe.ridge)
+        with stage("compensate"):  # apply takes it over
+            system = head_system(head, kept, pruned)
+            M = fits[h, tuple(kept.tolist()), recipe.ridge] = fit_head(system, recipe.compensate, recipe.ridge)
         costs.append(
             GroupCost(*logit.distortion(system, M), float(E.sum()), *judge_head(sums, h, kept, pruned, recipe))
         )
