@@ -145,7 +145,7 @@ def presets(read: Read) -> str:
     rows = [(label, *(percent(cells[name, s]["top1"]) for s in shares)) for name, label in names.items()]
     text = f"""
 MLP channels only, DeiT-Tiny, dense {percent(found["dense"]["top1"])} %, the same statistics for all three; each is a preset of
-the same pipeline, without fine-tuning. Here GRAIL's way (uncentred ridge, its own ranking) is ahead of the paper's recipe by 1 to 4
+the same pipeline, without fine-tuning. Here GRAIL's way (uncentred ridge, ranking by E[x²]^½·‖W‖) is ahead of the paper's recipe by 1 to 4
 points (standard error 1.5); `rank="exact"`, which is not the paper's, is ahead of both: 73.0 at 30 %, 60.5 at 50 %. The paper at 50 % on DeiT-Base: CORP 72.0, GRAIL 68.6, VBP 66.4. More peers, equal
 MACs (fig:deit_full_benchmark) and Torch-Pruning: [benchmarks/results/peers.md](../benchmarks/results/peers.md).
 
