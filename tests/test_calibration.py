@@ -77,13 +77,18 @@ DAMAGE = {
     "no manifest": lambda f: (f / "statistics.json").unlink(),
     "manifest is no JSON": lambda f: (f / "statistics.json").write_text("{"),
     "other format": lambda f: (f / "statistics.json").write_text('{"format": "zip"}'),
-    "site file missing": lambda f: (f / "site-0001.safetensors").unlink(),
-    "site file truncated": lambda f: os.truncate(f / "site-0001.safetensors", 200),
-    "sites swapped": lambda f: (f / "site-0001.safetensors").write_bytes((f / "site-0000.safetensors").read_bytes()),
+    "site file missing": lambda f: site_file(f, "mlp").unlink(),
+    "site file truncated": lambda f: os.truncate(site_file(f, "mlp"), 200),
+    "sites swapped": lambda f: site_file(f, "mlp").write_bytes(site_file(f, "attn").read_bytes()),
     "path out of the folder": lambda f: edit(f, "file", "../../etc/passwd"),
     "width of a trillion": lambda f: edit(f, "width", 10**12),
     "width is text": lambda f: edit(f, "width", "96"),
 }
+
+
+def site_file(folder: Path, kind: str) -> Path:
+    content = json.loads((folder / "statistics.json").read_text())
+    return folder / str(content["sites"][f"blocks.0.{kind}"]["file"])
 
 
 def edit(folder: Path, key: str, value: object) -> None:
