@@ -220,17 +220,31 @@ def test_version_and_help() -> None:
         assert run(name, "--help").exit_code == 0
 
 
+def _opened_by_reader(pipe: Path, seconds: float = 120.0) -> int:
+    """The writing end of a pipe, once somebody has opened the other."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads yet
+            time.sleep(0.1)
+    raise TimeoutError(pipe)
+
+
 @pytest.mark.parametrize(("kill", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_runs_leave_nothing(kill: int, code: int, weights: Path, photos: Path, tmp_path: Path) -> None:
     many = tmp_path / "many"
     many.mkdir()
-    for i in range(400):
+    for i in range(40):
         (many / f"{i:03}.png").symlink_to(photos / f"{i % 4}.png")
+    os.mkfifo(many / "020.pipe.png")  # an image that never comes: whoever waits for it is in the midst of calibrating
     command = [sys.executable, "-m", "corp", "prune", MODEL, "--weights", str(weights), "--calib", str(many)]
     command += ["-o", str(tmp_path / "out"), "--mlp", "0.5", "--batch-size", "2", "--device", "cpu"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    time.sleep(8)  # long enough to be calibrating, far too short to be done
+    pipe = _opened_by_reader(many / "020.pipe.png")
     process.send_signal(kill)
+    time.sleep(0.2)
+    os.close(pipe)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert "Traceback" not in errors
