@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -240,7 +241,9 @@ def test_interrupted_runs_leave_nothing(kill: int, code: int, weights: Path, pho
     os.mkfifo(many / "020.pipe.png")  # an image that never comes: whoever waits for it is in the midst of calibrating
     command = [sys.executable, "-m", "corp", "prune", MODEL, "--weights", str(weights), "--calib", str(many)]
     command += ["-o", str(tmp_path / "out"), "--mlp", "0.5", "--batch-size", "2", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A suite that runs in the background may have been told to ignore SIGINT; a user's shell has not.
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     pipe = _opened_by_reader(many / "020.pipe.png")
     process.send_signal(kill)
     time.sleep(0.2)
