@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -160,3 +162,16 @@ def test_random_state_is_left_as_found() -> None:
     before = torch.get_rng_state()
     corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_plans_of_one_calibration_do_not_disturb_each_other() -> None:
+    """A plan leaves its fits for apply; a later plan that keeps the same dimensions must not change what they mean."""
+    model, data = vit().double(), images()
+    stats = corp.calibrate(model, data)
+    full, none = (corp.plan(model, stats, Recipe(attn=0.5, compensate=how)) for how in ("full", "none"))
+    assert [site.kept for site in full.sites] == [site.kept for site in none.sites]
+    found = corp.apply(model, stats, full).model(data[0])
+    fresh = dataclasses.replace(stats)
+    assert not fresh.fits
+    torch.testing.assert_close(found, corp.apply(model, fresh, full).model(data[0]), rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(found, corp.apply(model, stats, none).model(data[0]))

@@ -17,7 +17,7 @@ from corp.stages import stage
 from corp.stats import Grams, Moments, SiteSums, Statistics
 from corp.stats.pairs import PairSums
 
-Part: TypeAlias = tuple[tuple[int, ...], GroupCost]  # dimensions kept, and their cost
+Part: TypeAlias = tuple[list[int], GroupCost]  # dimensions kept, and their cost
 
 
 class HeadSums(NamedTuple):
@@ -32,13 +32,6 @@ class HeadSums(NamedTuple):
         pairs = stats.pairs_of(site.name) if site.rotary else None
         grams = stats.grams_of(site.plain_name) if site.plain_width else None
         return cls(pairs, grams, stats.fits.setdefault(site.name, {}))
-
-    @property
-    def tokens(self) -> int:
-        """Queries seen."""
-        some = self.grams if self.pairs is None else self.pairs
-        assert some is not None
-        return some.fit.tokens + some.held.tokens
 
 
 def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
@@ -87,17 +80,24 @@ def plan_attention(site: AttentionSite, sums: HeadSums, recipe: Recipe) -> SiteP
     sparsity = recipe.sparsity("attn", site.name)
     turned, plain = widths(site, sparsity, recipe.multiple("attn"))
     sums.fits.clear()
+    all_pairs = None if sums.pairs is None else sums.pairs.all  # fitted and held-out together: added once, not per head
+    all_grams = None if sums.grams is None else sums.grams.all
+    shared = site.heads // site.groups
     kept_groups, costs = [], []
     for g in range(site.groups):
-        parts = []
-        if sums.pairs is not None:
-            parts.append(plan_pairs(sums.pairs, g, turned // 2, recipe))
-        if sums.grams is not None:
-            heads = site.heads // site.groups
-            parts.append(plan_heads(sums.grams, range(g * heads, (g + 1) * heads), plain, recipe, sums.fits))
-        starts = [0] * (sums.pairs is not None) + [site.rotary_dims] * (sums.grams is not None)
-        kept_groups.append(tuple(start + i for (kept, _), start in zip(parts, starts, strict=True) for i in kept))
-        costs.append(_together([cost for _, cost in parts]))
+        kept: list[int] = []
+        paid = []
+        if sums.pairs is not None and all_pairs is not None:
+            pairs, cost = plan_pairs(sums.pairs, all_pairs, g, turned // 2, recipe)
+            kept += pairs
+            paid.append(cost)
+        if sums.grams is not None and all_grams is not None:
+            heads = range(g * shared, (g + 1) * shared)
+            others, cost = plan_heads(sums.grams, all_grams, heads, plain, recipe, sums.fits)
+            kept += [site.rotary_dims + i for i in others]
+            paid.append(cost)
+        kept_groups.append(tuple(kept))
+        costs.append(_together(paid))
     return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept_groups), False, tuple(costs))
 
 
@@ -108,9 +108,10 @@ def widths(site: AttentionSite, sparsity: float, multiple: int) -> tuple[int, in
     return turned, plain
 
 
-def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe, fits: dict[Any, Tensor]) -> Part:
+def plan_heads(
+    sums: SiteSums[Grams], whole: Grams, heads: range, keep: int, recipe: Recipe, fits: dict[Any, Tensor]
+) -> Part:
     """One kept set of plain dimensions for query heads that share a key head."""
-    whole = sums.all
     grams = [whole.head(h) for h in heads]
     with stage("rank"):
         energies = [head.energy() for head in grams]
@@ -119,16 +120,18 @@ def plan_heads(sums: SiteSums[Grams], heads: range, keep: int, recipe: Recipe, f
     for h, head, E in zip(heads, grams, energies, strict=True):
         with stage("compensate"):  # apply takes it over
             system = head_system(head, kept, pruned)
-            M = fits[h, tuple(kept.tolist()), recipe.ridge] = fit_head(system, recipe.compensate, recipe.ridge)
+            M = fit_head(system, recipe.compensate, recipe.ridge)
+            if recipe.compensate == "full":
+                fits[h, tuple(kept.tolist()), recipe.ridge] = M
         costs.append(
             GroupCost(*logit.distortion(system, M), float(E.sum()), *judge_head(sums, h, kept, pruned, recipe))
         )
-    return tuple(kept.tolist()), _together(costs)
+    return kept.tolist(), _together(costs)
 
 
-def plan_pairs(sums: SiteSums[PairSums], g: int, keep: int, recipe: Recipe) -> Part:
+def plan_pairs(sums: SiteSums[PairSums], whole: PairSums, g: int, keep: int, recipe: Recipe) -> Part:
     """One kept set of rotated pairs, for query heads that share key head g; every head is corrected by itself."""
-    moments = sums.all.group(g, weighted=recipe.rank == "exact")  # (R, d, d)
+    moments = whole.group(g, weighted=recipe.rank == "exact")  # (R, d, d)
     with stage("rank"):
         if recipe.rank == "exact":
             kept, pruned = rotary.eliminate(moments, keep)
@@ -140,7 +143,7 @@ def plan_pairs(sums: SiteSums[PairSums], g: int, keep: int, recipe: Recipe) -> P
         unseen = judge_pairs(sums, (g, h), kept, pruned, recipe)
         fit = fit_turned(system, recipe.compensate, recipe.ridge)
         costs.append(GroupCost(*rotary.distortion(system, fit), rotary.logit_energy(A), *unseen))
-    return (*kept.tolist(), *(kept + moments.shape[-1] // 2).tolist()), _together(costs)
+    return [*kept.tolist(), *(kept + moments.shape[-1] // 2).tolist()], _together(costs)
 
 
 def judge_pairs(

@@ -34,7 +34,7 @@ class Statistics:
     inputs: Any = None
     origin: dict[str, Any] = field(default_factory=dict)
     # Of each attention the last plan's fits, by head: apply needs them again, and they are most of a plan's work.
-    fits: dict[str, dict[Any, Any]] = field(default_factory=dict, repr=False, compare=False)
+    fits: dict[str, dict[Any, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def moments_of(self, name: str) -> SiteSums[Moments]:
         return _of_kind(Moments, self.sums, name)
