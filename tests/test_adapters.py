@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import corp
 from corp import CorpError, Recipe
 from corp.calibration import Settings
-from corp.sites import MLPSite, Rows
+from corp.sites import AttentionSite, MLPSite, Rows, ValueSite
 from corp.stats.grams import CAUSAL_BLOCKS
 from tests.hf_models import output_of
 from tests.models import FAMILIES, batches, build, call, images, prune, run, vit
@@ -32,7 +32,9 @@ def test_everything_is_found_and_nothing_refused(family: str) -> None:
     sites, expected = corp.find_sites(build(family)), FAMILIES[family]
     assert (len(sites.mlp), len(sites.attention)) == (expected.mlps, expected.attentions)
     assert sum(site.causal is True for site in sites.attention) == expected.causal
-    assert not sites.refused
+    assert [site.attention for site in sites.values] == [s.name for s in sites.attention][: len(sites.values)]
+    assert {refusal.kind for refusal in sites.refused} == ({"vo"} if family == "scale-attn-norm" else set())
+    assert len(sites.values) == (0 if family == "scale-attn-norm" else expected.attentions)
     assert all(site.width * site.heads == 24 for site in sites.attention if site.name != "attn_pool")
 
 
@@ -46,7 +48,7 @@ def test_zero_sparsity_is_the_identity(family: str) -> None:
 def test_the_dense_model_is_left_as_it_was(family: str) -> None:
     model, data = build(family).train(), batches(family)
     before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    prune(model, data, all_kinds(family, 0.5))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert [m.training for m in model.modules()] == modes
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -54,7 +56,7 @@ def test_the_dense_model_is_left_as_it_was(family: str) -> None:
 
 def test_pruned_model_is_smaller_dense_and_trainable(family: str) -> None:
     model, data = build(family), batches(family)
-    result = corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    result = corp.prune(model, data, all_kinds(family, 0.5))
     assert result.report.params[1] < result.report.params[0]
     assert result.report.macs is not None
     assert result.report.macs[1] < result.report.macs[0]
@@ -62,9 +64,12 @@ def test_pruned_model_is_smaller_dense_and_trainable(family: str) -> None:
     output_of(call(smaller, batch)).sum().backward()
     sites = corp.find_sites(smaller)
     for site in sites:
-        rows = site.up if isinstance(site, MLPSite) else (site.q, site.k)
+        rows = (
+            (site.q, site.k) if isinstance(site, AttentionSite) else site.up if isinstance(site, MLPSite) else (site.v,)
+        )
         assert all(p.grad is not None for row in rows for p in smaller.get_submodule(row.module).parameters())
-    assert all(site.width * site.heads == 12 for site in sites.attention if site.name != "attn_pool")
+    narrowed = [site for site in (*sites.attention, *sites.values) if "attn_pool" not in site.name]
+    assert all(site.width * site.heads == 12 for site in narrowed)
 
 
 def test_predicted_distortion_equals_the_measured_one_at_every_site(family: str) -> None:
@@ -72,11 +77,11 @@ def test_predicted_distortion_equals_the_measured_one_at_every_site(family: str)
     model, data = build(family), batches(family)
     stats = corp.calibrate(model, data, settings=Settings(tokens="all"))
     stats = dataclasses.replace(stats, inputs=None)  # no need to count operations every time
-    plan = corp.plan(model, stats, Recipe(mlp=0.4, attn=0.5, ridge=1e-2))
+    plan = corp.plan(model, stats, dataclasses.replace(all_kinds(family, 0.5), mlp=0.4, ridge=1e-2))
     assert len(plan.sites) == len(corp.find_sites(model))
     for planned in plan.sites:
         pruned = corp.apply(model, stats, dataclasses.replace(plan, sites=(planned,))).model
-        if planned.kind == "mlp":
+        if planned.kind != "attn":
             dense, narrow = (torch.cat([hidden_output(m, planned.name, x) for x in data]) for m in (model, pruned))
             measured = [float((dense - narrow).square().sum()) / (dense.numel() / dense.shape[-1])]
         else:
@@ -86,12 +91,19 @@ def test_predicted_distortion_equals_the_measured_one_at_every_site(family: str)
 
 
 def hidden_output(model: nn.Module, name: str, batch: Any) -> Tensor:
-    """What the second linear of an MLP computes."""
+    """What the second linear of an MLP computes, or the output projection of an attention."""
     site, seen = corp.find_sites(model)[name], []
-    handle = model.get_submodule(site.down).register_forward_hook(lambda _m, _a, out: seen.append(out))
+    bare = isinstance(site, ValueSite) and site.v.weight != "weight"  # nn.MultiheadAttention calls no out_proj
+    module = model.get_submodule(site.attention if bare else site.down)
+    handle = module.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if bare else out))
     run(model, batch)
     handle.remove()
     return seen[0]
+
+
+def all_kinds(family: str, sparsity: float) -> Recipe:
+    """Everything that the family lets be pruned."""
+    return Recipe(mlp=sparsity, attn=sparsity, vo=0.0 if family == "scale-attn-norm" else sparsity)
 
 
 def logit_errors(dense: nn.Module, pruned: nn.Module, name: str, data: list[Any]) -> list[float]:
@@ -183,9 +195,26 @@ def test_redundant_dimensions_are_pruned_without_loss(family: str) -> None:
     assert all(site.rho2 > 0.999 for site in result.plan.sites)
 
 
+def test_redundant_values_are_pruned_without_loss(family: str) -> None:
+    """Heads whose values are mixtures of half as many lose half of them for nothing, whatever the mixture."""
+    model, data = build(family), batches(family)
+    generator = torch.Generator().manual_seed(5)
+    for site in corp.find_sites(model).values:
+        half, d = site.width // 2, site.width
+        for h in range(site.groups):
+            start = site.v.start + h * d
+            mix = torch.randn(d, half, generator=generator, dtype=torch.float64)
+            for tensor in parameters_of(model, site.v):
+                if tensor is not None:
+                    tensor[start : start + d] = mix @ tensor[start : start + half].clone()
+    result = prune(model, data, Recipe(vo=all_kinds(family, 0.5).vo, ridge=1e-10))
+    torch.testing.assert_close(run(result.model, data[0]), run(model, data[0]), rtol=1e-5, atol=1e-5)
+    assert all(site.relative_error < 1e-8 for site in result.plan.sites)
+
+
 def test_same_data_same_bits(family: str) -> None:
     model, data = build(family, torch.float32), batches(family, dtype=torch.float32)
-    first, second = (prune(model, data, Recipe(mlp=0.5, attn=0.5)) for _ in range(2))
+    first, second = (prune(model, data, all_kinds(family, 0.5)) for _ in range(2))
     assert first.plan == second.plan
     states = first.model.state_dict(), second.model.state_dict()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -193,15 +222,15 @@ def test_same_data_same_bits(family: str) -> None:
 
 def test_a_pruned_model_can_be_pruned_again(family: str) -> None:
     model, data = build(family), batches(family)
-    once = prune(model, data, Recipe(mlp=0.25, attn=0.25)).model
-    twice = prune(once, data, Recipe(mlp=0.25, attn=0.25)).model
+    once = prune(model, data, all_kinds(family, 0.25)).model
+    twice = prune(once, data, all_kinds(family, 0.25)).model
     assert run(twice, data[0]).isfinite().all()
     assert sum(p.numel() for p in twice.parameters()) < sum(p.numel() for p in once.parameters())
 
 
 def test_half_precision_models_keep_their_dtype(family: str) -> None:
     model, data = build(family, torch.bfloat16), batches(family, dtype=torch.bfloat16)
-    result = prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    result = prune(model, data, all_kinds(family, 0.5))
     assert {p.dtype for p in result.model.parameters()} == {torch.bfloat16}
     assert run(result.model, data[0]).isfinite().all()
 
@@ -212,7 +241,8 @@ def test_half_precision_models_keep_their_dtype(family: str) -> None:
 def test_qk_norm_refuses_attention_and_leaves_the_mlp() -> None:
     model = vit(qk_norm=True)
     sites = corp.find_sites(model)
-    assert [r.name for r in sites.refused] == ["blocks.0.attn", "blocks.1.attn"]
+    assert [r.name for r in sites.refused if r.kind == "attn"] == ["blocks.0.attn", "blocks.1.attn"]
+    assert [r.name for r in sites.refused if r.kind == "vo"] == ["blocks.0.attn.proj", "blocks.1.attn.proj"]
     with pytest.raises(CorpError, match=r"blocks\.0\.attn \(attn\): QK-norm.*skip"):
         corp.prune(model, [], Recipe(attn=0.5))
     data = images(dtype=torch.float32)
@@ -239,7 +269,7 @@ def test_rotary_attention_is_refused_by_name() -> None:
 def test_fused_parallel_blocks_are_refused() -> None:
     sites = corp.find_sites(vit(block_fn=ParallelScalingBlock))
     assert len(sites) == 0
-    assert {r.kind for r in sites.refused} == {"mlp", "attn"}
+    assert {r.kind for r in sites.refused} == {"mlp", "attn", "vo"}
 
 
 def test_parametrised_linears_are_refused() -> None:
@@ -295,7 +325,7 @@ def test_a_user_can_register_an_adapter_in_a_few_lines(monkeypatch: pytest.Monke
     model = TwoLayer()
     result = corp.prune(model, [torch.randn(64, 6) for _ in range(4)], Recipe(mlp=0.5))
     assert result.model.first.out_features == 10
-    assert len(corp.find_sites(vit())) == 4  # the built-in ones still answer
+    assert len(corp.find_sites(vit())) == 6  # the built-in ones still answer
 
 
 def test_a_failing_adapter_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

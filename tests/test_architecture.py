@@ -17,7 +17,7 @@ LEVELS = {
     "stats": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
-    "planning": 5, "folding": 6,
+    "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
     "api": 7, "demo": 7,
     "export": 8, "sweeping": 8,

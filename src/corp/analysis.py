@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corp.errors import StatisticsError
 from corp.numerics.redundancy import Redundancy, inactivity, redundancy
-from corp.sites import AttentionSite, MLPSite, Site, Sites
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites
 from corp.stats import Grams, SiteSums, Statistics
 
 FOLDED = "the per-sample Grams were folded into their Kronecker sums; calibrate on at most {limit} samples to have it"
@@ -18,16 +18,16 @@ FOLDED = "the per-sample Grams were folded into their Kronecker sums; calibrate 
 
 @dataclass(frozen=True)
 class Row:
-    """The redundancy of an MLP's hidden channels, or of one head's queries or keys."""
+    """The redundancy of an MLP's hidden channels, of an attention's values, or of one head's queries or keys."""
 
     site: str
-    what: str  # mlp, q or k
+    what: str  # mlp, vo, q or k
     head: int | None
     dim: int
     effective_rank: float
     k95_channels: int
     k95_eigenvalues: int
-    sparsity: float | None = None  # of activations; queries and keys have no zero to be near
+    sparsity: float | None = None  # of activations; queries, keys and values have no zero to be near
 
     @property
     def rank_ratio(self) -> float:
@@ -53,22 +53,23 @@ class Analysis:
 
 
 def analyze(sites: Sites, stats: Statistics, progress: Callable[[int], None] | None = None) -> Analysis:
-    """One row per MLP and two (queries, keys) per head of every attention."""
+    """One row per MLP and per attention's values, and two (queries, keys) per head of every attention."""
     analysis = Analysis()
     for site in sites:
-        if isinstance(site, MLPSite):
-            analysis.rows.append(_mlp(site, stats))
-        else:
+        if isinstance(site, AttentionSite):
             _attention(site, stats, analysis)
+        else:
+            analysis.rows.append(_inputs(site, stats))
         if progress:
             progress(1)
     return analysis
 
 
-def _mlp(site: MLPSite, stats: Statistics) -> Row:
+def _inputs(site: LinearSite, stats: Statistics) -> Row:
     moments = stats.moments_of(site.name).all
-    _require_width(site, moments.width)
-    return _row(site, "mlp", None, redundancy(moments.cov), inactivity(moments.active_share))
+    _require_width(site, site.inputs, moments.width)
+    sparsity = inactivity(moments.active_share) if isinstance(site, MLPSite) else None
+    return _row(site, site.kind, None, redundancy(moments.cov), sparsity)
 
 
 def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
@@ -76,7 +77,7 @@ def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
         into.unavailable[site.name] = "they are turned by their positions, and only products of pairs are kept"
         return
     sums = stats.grams_of(site.name)
-    _require_width(site, sums.fit.width)
+    _require_width(site, site.width, sums.fit.width)
     means = _mean_grams(sums)
     if means is None:
         into.unavailable[site.name] = FOLDED.format(limit=sums.fit.fold_after)
@@ -102,9 +103,9 @@ def _row(site: Site, what: str, head: int | None, found: Redundancy, sparsity: f
     return Row(site.name, what, head, *found, sparsity=sparsity)
 
 
-def _require_width(site: Site, width: int) -> None:
-    if site.width != width:
+def _require_width(site: Site, here: int, width: int) -> None:
+    if here != width:
         raise StatisticsError(
-            f"{site.name} is {site.width} wide in the model and {width} in the statistics; "
+            f"{site.name} is {here} wide in the model and {width} in the statistics; "
             "they belong to another model: calibrate this one"
         )

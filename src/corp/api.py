@@ -21,17 +21,17 @@ from corp.adapters.registry import find_sites
 from corp.batches import Forward, evaluating, example, move
 from corp.calibration import Job, Progress, Settings
 from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
-from corp.folding import apply_site
+from corp.folding import Planned, apply_sites
 from corp.measure.cost import count_macs, count_params
 from corp.plan import Plan, SitePlan
-from corp.planning import HeadSums, plan_attention, plan_mlp
-from corp.recipe import Recipe, kept_width
+from corp.planning import HeadSums, plan_attention, plan_mlp, plan_values
+from corp.recipe import Recipe
 from corp.report.tables import Report
-from corp.sites import AttentionSite, MLPSite, Site, Sites
+from corp.sites import AttentionSite, MLPSite, Site, Sites, heads_of, module_of
 from corp.stages import stage
 from corp.stats import Statistics
-from corp.surgery.attention import shrink_attention
-from corp.surgery.linear import projection_at, shrink_mlp
+from corp.surgery.linear import projection_at
+from corp.widths import width_of
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
@@ -90,9 +90,9 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progr
     sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights})
     planned = []
-    for site in wanted_sites(sites, recipe):
+    for site, keep in wanted_sites(sites, recipe):
         with _at_site(site):
-            planned.append(_plan_site(model, site, stats, recipe))
+            planned.append(_plan_site(model, site, keep, stats, recipe))
         if progress:
             progress(1)
     _warn_if_weak(planned, stats)
@@ -104,9 +104,9 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights, "plan": plan.weights})
     smaller = copy.deepcopy(model)
-    for site, site_plan in match(sites, plan):
-        with _at_site(site), stage("compensate"):
-            apply_site(smaller, site, stats, site_plan, plan.recipe)
+    for group in match(sites, plan):
+        with _at_site(group[0][0]), stage("compensate"):
+            apply_sites(smaller, group, stats, plan.recipe)
     set_history(smaller, (*history(model), plan))
     report = Report(plan, **_before_after(model, smaller, stats.inputs))
     return Result(smaller, plan, report, stats.origin)
@@ -130,12 +130,8 @@ def prune(
 
 def shrink(model: nn.Module, plan: Plan) -> None:
     """Give `model` (in place) the shapes of the plan, without compensation: the frame that saved weights go into."""
-    for site, site_plan in match(find_sites(model), plan):
-        if isinstance(site, MLPSite):
-            bias = site_plan.intercept or projection_at(model, site.down).bias is not None
-            shrink_mlp(model, site, site_plan.indices()[0], None, bias=bias)
-        else:
-            shrink_attention(model, site, site_plan.indices(), None)
+    for group in match(find_sites(model), plan):
+        apply_sites(model, group, None, plan.recipe)
 
 
 def history(model: nn.Module) -> tuple[Plan, ...]:
@@ -148,19 +144,19 @@ def set_history(model: nn.Module, plans: tuple[Plan, ...]) -> None:
     model._corp_history = plans  # type: ignore[assignment]
 
 
-def match(sites: Sites, plan: Plan) -> list[tuple[Site, SitePlan]]:
-    """Every planned site with its place in this model; a plan for another model is refused."""
-    pairs = []
+def match(sites: Sites, plan: Plan) -> list[list[Planned]]:
+    """Every planned site with its place in this model, those of one module together; a plan for another is refused."""
+    groups: dict[str, list[Planned]] = {}
     for site_plan in plan.sites:
         site = sites.get(site_plan.name)
         if site is None or site.kind != site_plan.kind:
             raise PlanError(f"the plan has a {site_plan.kind} site {site_plan.name!r}, which this model has not")
-        groups = site.groups if isinstance(site, AttentionSite) else 1
-        if (site.width, groups) != (site_plan.width, len(site_plan.kept)):
+        heads = heads_of(site) or 1
+        if (site.width, heads) != (site_plan.width, len(site_plan.kept)):
             planned = f"{len(site_plan.kept)} x {site_plan.width}"
-            raise PlanError(f"{site.name}: the plan is for {planned}, the model has {groups} x {site.width}")
-        pairs.append((site, site_plan))
-    return pairs
+            raise PlanError(f"{site.name}: the plan is for {planned}, the model has {heads} x {site.width}")
+        groups.setdefault(module_of(site), []).append((site, site_plan))
+    return list(groups.values())
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -180,8 +176,8 @@ def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return first.device, first.dtype
 
 
-def wanted_sites(sites: Sites, recipe: Recipe) -> list[Site]:
-    """The sites this recipe changes; asking for one that cannot be pruned is an error unless skipped."""
+def wanted_sites(sites: Sites, recipe: Recipe) -> list[tuple[Site, int]]:
+    """The sites this recipe narrows, and to what; asking for one that cannot be pruned is an error unless skipped."""
     names = [entry.name for entry in (*sites, *sites.refused)]
     for glob in (*recipe.skip, *recipe.overrides):
         if not any(fnmatchcase(name, glob) for name in names):
@@ -192,20 +188,18 @@ def wanted_sites(sites: Sites, recipe: Recipe) -> list[Site]:
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
         raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")
-    wanted = []
-    for site in sites:
-        sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
-        if kept_width(site.width, sparsity, recipe.multiple(site.kind)) < site.width:
-            wanted.append(site)
-    return wanted
+    widths = [(site, width_of(site, sites, recipe)) for site in sites]
+    return [(site, keep) for site, keep in widths if keep < site.width]
 
 
-def _plan_site(model: nn.Module, site: Site, stats: Statistics, recipe: Recipe) -> SitePlan:
+def _plan_site(model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe) -> SitePlan:
+    if isinstance(site, AttentionSite):
+        return plan_attention(site, keep, HeadSums.of(site, stats), recipe)
+    down = projection_at(model, site.down)
+    down = down._replace(weight=down.weight.cpu().double())
     if isinstance(site, MLPSite):
-        down = projection_at(model, site.down)
-        W = down.weight.cpu().double()
-        return plan_mlp(site, W, down.bias is not None, stats.moments_of(site.name), recipe)
-    return plan_attention(site, HeadSums.of(site, stats), recipe)
+        return plan_mlp(site, keep, down, stats.moments_of(site.name), recipe)
+    return plan_values(site, keep, down, stats.moments_of(site.name), recipe)
 
 
 def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str, Any]:
@@ -222,13 +216,13 @@ def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str
 
 def _warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
     """A fit on too little follows the sample, not the distribution: say where, and how much more would do."""
-    few = [site for site in sites if 0 < _tokens(site, stats) < 2 * site.keep]
+    few = [site for site in sites if 0 < _tokens(site, stats) < 2 * _fitted_on(site)]
     if few:
         site = few[0]
-        what = "channels" if site.kind == "mlp" else "dimensions per head"
+        what = {"mlp": "channels", "attn": "dimensions per head", "vo": "value dimensions"}[site.kind]
         _warn(
-            f"{_and_others(few)}: {_tokens(site, stats)} tokens for {site.keep} kept {what}; "
-            f"a stable fit needs at least {2 * site.keep}. Calibrate on more samples"
+            f"{_and_others(few)}: {_tokens(site, stats)} tokens for {_fitted_on(site)} kept {what}; "
+            f"a stable fit needs at least {2 * _fitted_on(site)}. Calibrate on more samples"
         )
     weak = sorted((site for site in sites if site.overfit > OVERFIT and site not in few), key=lambda s: -s.overfit)
     if weak:
@@ -239,6 +233,11 @@ def _warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
         )
 
 
+def _fitted_on(site: SitePlan) -> int:
+    """How many inputs the fit has: heads are fitted one by one, but their values together."""
+    return site.keep * len(site.kept) if site.kind == "vo" else site.keep
+
+
 def _and_others(sites: list[SitePlan]) -> str:
     return sites[0].name + (f" and {len(sites) - 1} other sites" if len(sites) > 1 else "")
 
@@ -247,7 +246,7 @@ def _tokens(site: SitePlan, stats: Statistics) -> int:
     """Tokens that a full fit of this site rests on; 0 where there was no fit."""
     if all(cost.J_uncomp == cost.J for cost in site.costs):
         return 0
-    if site.kind == "mlp":
+    if site.kind != "attn":
         sums = stats.moments_of(site.name)
         return sums.fit.n + sums.held.n
     attention: Any = stats.sums[site.name]

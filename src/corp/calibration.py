@@ -18,7 +18,7 @@ from corp.batches import Forward, describe, move, run, size_of
 from corp.checkpoint import Checkpoint, prepare_folder, publish
 from corp.errors import CorpError, DataError, StatisticsError
 from corp.offload import PLACES, offloaded
-from corp.sites import AttentionSite, MLPSite, Site
+from corp.sites import AttentionSite, Site
 from corp.stats.collect import Collector
 from corp.stats.memory import HOLD_OUT_EVERY, free_bytes, human, passes
 from corp.stats.site_sums import Entry
@@ -82,10 +82,7 @@ class Job:
         if not self.settings.causal:
             self.origin = {**self.origin, "causal": False}
         self.inputs: Any = None
-        self.tokens = {s.name: self._tokens_of(s.width) for s in self.sites if isinstance(s, MLPSite)}
-        outs = {s.out: s.out_width for s in self.sites if isinstance(s, AttentionSite) and s.out is not None}
-        # Nothing of the paper rests on these: enough is enough, even where all tokens are asked for.
-        self.tokens |= {name: enough_tokens(width, self.total) for name, width in outs.items()}
+        self.tokens = {s.name: self._tokens_of(s.inputs) for s in self.sites if not isinstance(s, AttentionSite)}
 
     def _tokens_of(self, width: int) -> int:
         """Tokens per sample where `width` channels are modelled; 0 takes all."""

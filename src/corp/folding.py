@@ -1,41 +1,86 @@
-"""Carry out a plan at one site: fit once more, fold the compensation into the weights, narrow the module."""
+"""Carry out a plan at the sites of one module: fit once more, fold the compensation into the weights, narrow them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from corp.fitting import fit_head, fit_mlp, fit_turned, head_system, moments_for_fit, split
-from corp.numerics import affine, logit, rotary
+from corp.numerics import affine, logit, rotary, values
 from corp.plan import SitePlan
-from corp.planning import HeadSums
+from corp.planning import HeadSums, choose_values, in_basis
 from corp.recipe import Recipe
-from corp.sites import AttentionSite, MLPSite, Site
+from corp.sites import AttentionSite, MLPSite, Site, ValueSite
 from corp.stats import Statistics
-from corp.surgery.attention import HeadMaps, shrink_attention
-from corp.surgery.linear import projection_at, shrink_mlp
+from corp.surgery.attention import HeadMaps, Parts, narrow_queries, narrow_values, replace_attention
+from corp.surgery.linear import Projection, projection_at, shrink_down, shrink_mlp
+
+Planned: TypeAlias = tuple[Site, SitePlan]
 
 
-def apply_site(model: nn.Module, site: Site, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> None:
-    """Narrow the site of `model`, in place, to what the plan keeps."""
-    if isinstance(site, MLPSite):
-        _apply_mlp(model, site, stats, site_plan, recipe)
-        return
-    maps = head_maps(site, stats, site_plan, recipe) if recipe.compensate == "full" else None
-    shrink_attention(model, site, site_plan.indices(), maps)
+def apply_sites(model: nn.Module, group: Sequence[Planned], stats: Statistics | None, recipe: Recipe) -> None:
+    """Narrow, in place, what the plan says of one module: an MLP, or an attention's queries and keys, values or both.
+
+    Without statistics nothing is compensated: that makes the frame which saved weights go into.
+    """
+    parts: Parts = {}
+    for site, site_plan in group:
+        kept = site_plan.indices()
+        if isinstance(site, AttentionSite):
+            maps = head_maps(site, stats, site_plan, recipe) if stats and recipe.compensate == "full" else None
+            parts |= narrow_queries(model, site, kept, maps)
+            continue
+        bias = site_plan.intercept or projection_at(model, site.down).bias is not None
+        if isinstance(site, MLPSite):
+            folded = fold_mlp(model, site, stats, site_plan, recipe) if stats else None
+            shrink_mlp(model, site, kept[0], folded, bias=bias)
+            continue
+        fold = fold_values(model, site, stats, site_plan, recipe) if stats else ValueFold()
+        parts |= narrow_values(model, site, kept, fold.maps)
+        shrink_down(model, site, values.kept_inputs(kept, site.width, site.heads), fold.folded, bias=bias)
+    if parts:
+        first = group[0][0]
+        assert not isinstance(first, MLPSite)
+        replace_attention(model, first, parts)
 
 
-def _apply_mlp(model: nn.Module, site: MLPSite, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> None:
+def fold_mlp(model: nn.Module, site: MLPSite, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> affine.Folded:
+    """The second linear, with the prediction of what is removed folded in."""
     (kept,) = site_plan.indices()
     pruned = split(site.width, kept)
-    down = projection_at(model, site.down)
-    W = down.weight.cpu().double()
-    b = W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
+    W, b = in_float64(projection_at(model, site.down))
     mean, cov = moments_for_fit(stats.moments_of(site.name).all, site_plan.intercept)
     fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
-    shrink_mlp(
-        model, site, kept, affine.fold(W, b, kept, pruned, fit), bias=site_plan.intercept or down.bias is not None
-    )
+    return affine.fold(W, b, kept, pruned, fit)
+
+
+class ValueFold(NamedTuple):
+    """What turns every value head's rows into its new ones, (e, d) each, and the new output projection."""
+
+    maps: Sequence[Tensor] | None = None
+    folded: affine.Folded | None = None
+
+
+def fold_values(model: nn.Module, site: ValueSite, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> ValueFold:
+    """As fold_mlp, in the basis of the plan."""
+    W, b = in_float64(projection_at(model, site.down))
+    moments = stats.moments_of(site.name).all
+    _, basis = choose_values(site, W, moments, site_plan.intercept, site_plan.keep, recipe)
+    kept = values.kept_inputs(site_plan.indices(), site.width, site.heads)
+    pruned = split(site.inputs, kept)
+    here = in_basis(W, *moments_for_fit(moments, site_plan.intercept), basis, site.heads)
+    fit = fit_mlp(*here[1:], kept, pruned, recipe.compensate, recipe.ridge)
+    folded = affine.fold(here[0], b, kept, pruned, fit)
+    return ValueFold(None if basis is None else list(basis.to[:, : site_plan.keep]), folded)
+
+
+def in_float64(down: Projection) -> tuple[Tensor, Tensor]:
+    """Weight and bias, zeros where there is none, on the CPU: not every device has float64."""
+    W = down.weight.cpu().double()
+    return W, W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
 
 
 def head_maps(site: AttentionSite, stats: Statistics, site_plan: SitePlan, recipe: Recipe) -> HeadMaps:

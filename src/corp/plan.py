@@ -15,7 +15,7 @@ from torch import Tensor
 
 from corp.atomic import read_json, write_text
 from corp.errors import PlanError
-from corp.recipe import KINDS, Recipe
+from corp.recipe import BASES, COORDINATES, KINDS, Recipe
 from corp.text import text_table
 
 PLAN_VERSION = 1
@@ -24,9 +24,10 @@ COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error"
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Predicted cost of one group (an MLP, or one head): see numerics.affine.Distortion.
+    """Predicted cost of one group (an MLP, all values of an attention, or one head): see numerics.affine.Distortion.
 
-    MLP: expected squared output error per token. Head: squared logit error summed over the calibration samples.
+    MLP and values: expected squared output error per token. Head: squared logit error summed over the calibration
+    samples.
     `energy` is the same norm of the full output, so J / energy is a relative error. `fit` and `held` are the shares
     of what was removed that a fit without the held-out data leaves unexplained on its own data and on that; None
     where nothing was held out or fitted.
@@ -50,19 +51,29 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """What one site keeps. An MLP has one group of channels, an attention one group of dimensions per head."""
+    """What one site keeps. An MLP has one group of channels, an attention one group of dimensions per head.
+
+    In the basis "subspace" every head is turned first; what is kept are then the leading directions, numbered from 0.
+    Heads add up in the output projection, so that values have one cost for all of them.
+    """
 
     name: str
     kind: str
-    width: int  # channels of the dense MLP, or Q/K dimensions per dense head
+    width: int  # channels of the dense MLP, or dimensions per dense head
     requested: float
     kept: tuple[tuple[int, ...], ...]
     intercept: bool
     costs: tuple[GroupCost, ...]
+    basis: str = COORDINATES
 
     @property
     def keep(self) -> int:
         return len(self.kept[0])
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads have dimensions of their own; None for an MLP."""
+        return None if self.kind == "mlp" else len(self.kept)
 
     @property
     def achieved(self) -> float:
@@ -70,7 +81,7 @@ class SitePlan:
 
     def row(self) -> tuple[str, ...]:
         """One line of a table, under COLUMNS."""
-        heads = f"{len(self.kept)} x " if self.kind == "attn" else ""
+        heads = f"{self.heads} x " if self.heads else ""
         shares = (f"{self.requested:.1%}", f"{self.achieved:.1%}")
         errors = (f"{self.relative_error:.2%}", f"{self.relative_uncompensated:.2%}")
         widths = (f"{heads}{self.width}", f"{heads}{self.keep}")
@@ -180,16 +191,23 @@ def _site(raw: object, number: int) -> SitePlan:
     if not isinstance(name, str) or kind not in KINDS or not _is_count(width):
         raise PlanError(f"{where}: it needs a name, a kind ({' or '.join(KINDS)}) and a width")
     groups, costs = entry.get("kept"), entry.get("costs")
-    if not isinstance(groups, list) or not groups or not isinstance(costs, list) or len(costs) != len(groups):
-        raise PlanError(f"{where}: 'kept' and 'costs' must be lists of equal length")
+    if not isinstance(groups, list) or not groups or not isinstance(costs, list):
+        raise PlanError(f"{where}: 'kept' and 'costs' must be lists")
+    expected = len(groups) if kind == "attn" else 1
+    if len(costs) != expected or (kind == "mlp" and len(groups) != 1):
+        raise PlanError(f"{where}: {len(groups)} groups with {len(costs)} costs, where {expected} are expected")
     kept = tuple(_indices(group, int(width or 0), where) for group in groups)
     if len({len(group) for group in kept}) != 1:
         raise PlanError(f"{where}: all heads must keep the same number of dimensions")
     intercept = entry.get("intercept")
     if not isinstance(intercept, bool):
         raise PlanError(f"{where}: 'intercept' is not true or false")
+    basis = entry.get("basis", COORDINATES)
+    if basis not in BASES or (kind == "mlp" and basis != COORDINATES):
+        raise PlanError(f"{where}: the basis {basis!r} is unknown")
     parsed = tuple(_cost(_object(cost, where), where) for cost in costs)
-    return SitePlan(name, str(kind), int(width or 0), _number(entry, "requested", where), kept, intercept, parsed)
+    requested = _number(entry, "requested", where)
+    return SitePlan(name, str(kind), int(width or 0), requested, kept, intercept, parsed, str(basis))
 
 
 def _cost(raw: Mapping[str, Any], where: str) -> GroupCost:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from corp.fitting import fit_head, fit_mlp, fit_turned, head_system, moments_for_fit
-from corp.numerics import affine, exact, logit, rank, rotary
+from corp.fitting import fit_head, fit_mlp, fit_turned, head_system, moments_for_fit, split
+from corp.numerics import affine, exact, logit, rank, rotary, values
 from corp.plan import GroupCost, SitePlan
-from corp.recipe import Recipe, kept_width
-from corp.sites import AttentionSite, MLPSite
+from corp.recipe import COORDINATES, Recipe
+from corp.sites import AttentionSite, MLPSite, ValueSite
 from corp.stages import stage
 from corp.stats import Grams, Moments, SiteSums, Statistics
 from corp.stats.pairs import PairSums
+from corp.surgery.linear import Projection
+from corp.widths import rotated_part
 
 Part: TypeAlias = tuple[list[int], GroupCost]  # dimensions kept, and their cost
 
@@ -34,10 +36,9 @@ class HeadSums(NamedTuple):
         return cls(pairs, grams, stats.fits.setdefault(site.name, {}))
 
 
-def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
-    """Rank, choose and predict for one MLP; W (o, D) is the weight of its second linear, in float64."""
-    sparsity = recipe.sparsity("mlp", site.name)
-    keep = kept_width(site.width, sparsity, recipe.multiple("mlp"))
+def plan_mlp(site: MLPSite, keep: int, down: Projection, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
+    """Rank, choose and predict for one MLP that keeps so many channels; `down` is its second linear, in float64."""
+    W, has_bias = down.weight, down.bias is not None
     intercept = uses_intercept(recipe, has_bias)
     moments = sums.all
     mean, cov = moments_for_fit(moments, intercept)
@@ -45,8 +46,9 @@ def plan_mlp(site: MLPSite, W: Tensor, has_bias: bool, sums: SiteSums[Moments], 
         kept, pruned = choose_channels(W, moments, cov, keep, recipe)
     fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
     cost = affine.distortion(W, mean, cov, kept, pruned, fit)
-    unseen = judge_mlp(W, sums, kept, pruned, intercept, recipe)
+    unseen = judge_linear(sums, kept, pruned, recipe, lambda part: (W, *moments_for_fit(part, intercept)))
     costs = (GroupCost(*cost, affine.output_energy(W, mean, cov), *unseen),)
+    sparsity = recipe.sparsity("mlp", site.name)
     return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs)
 
 
@@ -58,27 +60,78 @@ def choose_channels(W: Tensor, moments: Moments, cov: Tensor, keep: int, recipe:
     return rank.top(scores, keep)
 
 
-def judge_mlp(
-    W: Tensor, sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, intercept: bool, recipe: Recipe
+def judge_linear(
+    sums: SiteSums[Moments],
+    kept: Tensor,
+    pruned: Tensor,
+    recipe: Recipe,
+    layer: Callable[[Moments], tuple[Tensor, Tensor, Tensor]],
 ) -> tuple[float | None, float | None]:
-    """Fit without the held-out batches; the unexplained share on its own data and on theirs."""
+    """Fit without the held-out batches; the unexplained share on its own data and on theirs.
+
+    `layer` gives the weight that is folded into, and mean and covariance of its input, from some moments.
+    """
     if recipe.compensate != "full" or sums.fit.n == 0 or sums.held.n == 0:
         return None, None
-    mean, cov = moments_for_fit(sums.fit, intercept)
+    _, mean, cov = layer(sums.fit)
     fit = fit_mlp(mean, cov, kept, pruned, "full", recipe.ridge)
 
     def unexplained(moments: Moments) -> float | None:
-        here = moments_for_fit(moments, intercept)
-        whole = affine.error(W, *here, kept, pruned, affine.mean_only(here[0], kept, pruned))
-        return affine.error(W, *here, kept, pruned, fit) / whole if whole > 0 else None
+        W, mean, cov = layer(moments)
+        whole = affine.error(W, mean, cov, kept, pruned, affine.mean_only(mean, kept, pruned))
+        return affine.error(W, mean, cov, kept, pruned, fit) / whole if whole > 0 else None
 
     return unexplained(sums.fit), unexplained(sums.held)
 
 
-def plan_attention(site: AttentionSite, sums: HeadSums, recipe: Recipe) -> SitePlan:
+def plan_values(site: ValueSite, keep: int, down: Projection, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
+    """Turn the heads, choose and predict for the values of one attention; `down` is its output projection."""
+    W = down.weight  # (o, H d)
+    intercept = uses_intercept(recipe, down.bias is not None)
+    kept_groups, basis = choose_values(site, W, sums.all, intercept, keep, recipe)
+    kept = values.kept_inputs(kept_groups, site.width, site.heads)
+    pruned = split(site.inputs, kept)
+
+    def layer(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
+        return in_basis(W, *moments_for_fit(moments, intercept), basis, site.heads)
+
+    here = layer(sums.all)
+    fit = fit_mlp(*here[1:], kept, pruned, recipe.compensate, recipe.ridge)
+    unseen = judge_linear(sums, kept, pruned, recipe, layer)
+    cost = GroupCost(*affine.distortion(*here, kept, pruned, fit), affine.output_energy(*here), *unseen)
+    groups = tuple(tuple(group.tolist()) for group in kept_groups)
+    sparsity = recipe.sparsity("vo", site.name)
+    return SitePlan(site.name, "vo", site.width, sparsity, groups, intercept, (cost,), recipe.vo_basis)
+
+
+def choose_values(
+    site: ValueSite, W: Tensor, moments: Moments, intercept: bool, keep: int, recipe: Recipe
+) -> tuple[list[Tensor], values.Basis | None]:
+    """What every value head keeps, and the basis that is meant; None for the dimensions as they are."""
+    _, cov = moments_for_fit(moments, intercept)
+    with stage("rank"):
+        if recipe.vo_basis != COORDINATES:
+            basis = values.value_basis(W, cov, site.heads, site.groups, keep, ridge=recipe.ridge)
+            return [torch.arange(keep)] * site.groups, basis
+        if recipe.rank == "exact":  # the last to go are the best to keep
+            order = exact.elimination_path(W, cov, ridge=recipe.ridge).order
+            scores = torch.empty(len(order), dtype=torch.float64).scatter_(0, order, torch.arange(len(order)).double())
+        else:
+            scores = rank.mlp_scores(recipe.rank, moments.energy, moments.cov.diagonal(), moments.active_share, W)
+        by_group = scores.view(site.groups, -1, site.width).sum(1)
+        return [rank.top(group, keep)[0] for group in by_group], None
+
+
+def in_basis(
+    W: Tensor, mean: Tensor, cov: Tensor, basis: values.Basis | None, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (W, mean, cov) if basis is None else values.turn(W, mean, cov, basis, heads)
+
+
+def plan_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
     """Rank, choose and predict for every key head of one attention and the query heads that share it."""
-    sparsity = recipe.sparsity("attn", site.name)
-    turned, plain = widths(site, sparsity, recipe.multiple("attn"))
+    pairs_kept = rotated_part(site, keep) // 2 if site.rotary else 0
+    plain_kept = keep - 2 * pairs_kept
     sums.fits.clear()
     all_pairs = None if sums.pairs is None else sums.pairs.all  # fitted and held-out together: added once, not per head
     all_grams = None if sums.grams is None else sums.grams.all
@@ -88,24 +141,18 @@ def plan_attention(site: AttentionSite, sums: HeadSums, recipe: Recipe) -> SiteP
         kept: list[int] = []
         paid = []
         if sums.pairs is not None and all_pairs is not None:
-            pairs, cost = plan_pairs(sums.pairs, all_pairs, g, turned // 2, recipe)
+            pairs, cost = plan_pairs(sums.pairs, all_pairs, g, pairs_kept, recipe)
             kept += pairs
             paid.append(cost)
         if sums.grams is not None and all_grams is not None:
             heads = range(g * shared, (g + 1) * shared)
-            others, cost = plan_heads(sums.grams, all_grams, heads, plain, recipe, sums.fits)
+            others, cost = plan_heads(sums.grams, all_grams, heads, plain_kept, recipe, sums.fits)
             kept += [site.rotary_dims + i for i in others]
             paid.append(cost)
         kept_groups.append(tuple(kept))
         costs.append(_together(paid))
+    sparsity = recipe.sparsity("attn", site.name)
     return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept_groups), False, tuple(costs))
-
-
-def widths(site: AttentionSite, sparsity: float, multiple: int) -> tuple[int, int]:
-    """How many rotated (in whole pairs) and how many other dimensions every head keeps."""
-    plain = kept_width(site.plain_width, sparsity, multiple) if site.plain_width else 0
-    turned = 2 * kept_width(site.rotary_dims // 2, sparsity, -(-multiple // 2)) if site.rotary_dims else 0
-    return turned, plain
 
 
 def plan_heads(
@@ -149,7 +196,7 @@ def plan_pairs(sums: SiteSums[PairSums], whole: PairSums, g: int, keep: int, rec
 def judge_pairs(
     sums: SiteSums[PairSums], head: tuple[int, int], kept: Tensor, pruned: Tensor, recipe: Recipe
 ) -> tuple[float | None, float | None]:
-    """As judge_mlp, for the pairs of one query head (its key head, its number among those that share it)."""
+    """As judge_linear, for the pairs of one query head (its key head, its number among those that share it)."""
     if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
         return None, None
     group, h = head
@@ -177,7 +224,7 @@ def _together(costs: Sequence[GroupCost]) -> GroupCost:
 def judge_head(
     sums: SiteSums[Grams], h: int, kept: Tensor, pruned: Tensor, recipe: Recipe
 ) -> tuple[float | None, float | None]:
-    """As judge_mlp, for one head."""
+    """As judge_linear, for one head."""
     if recipe.compensate != "full" or sums.fit.samples == 0 or sums.held.samples == 0:
         return None, None
     systems = [head_system(part.head(h), kept, pruned) for part in (sums.fit, sums.held)]

@@ -22,8 +22,12 @@ PRESETS: dict[str, tuple[str, str, bool | str]] = {
     "flap": ("fluctuation", "mean", "auto"),  # fluctuation score, bias compensation
     "grail": ("wanda", "full", False),  # uncentred Gram ridge on the second linear
 }
-KINDS = ("mlp", "attn")  # the kinds of sites; each is a sparsity field of the recipe
-ROUNDING_KEYS = {"mlp": "mlp", "attn": "head"}  # kind of site -> its key in round_to
+KINDS = ("mlp", "attn", "vo")  # the kinds of sites; each is a sparsity field of the recipe
+TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what sweeps prune at once
+COORDINATES, SUBSPACE = "coordinates", "subspace"
+BASES = (COORDINATES, SUBSPACE)
+ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
+FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Recipe:
     """How much to remove, how to choose it, and how to make up for it.
 
     mlp, attn    share of MLP hidden channels / of each head's Q/K dimensions to remove, in [0, 1)
+    vo           the same of each head's value dimensions, which the output projection takes
+    equal_heads  values become as wide as queries and keys (which decide): the fused attention kernel, a smaller cache
     preset       "paper", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets the
                  next three where they are not given
     rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active", "wanda",
@@ -38,19 +44,24 @@ class Recipe:
     compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
     intercept    may compensation use the bias of the second linear? "auto": where there is one
     ridge        relative: lambda = ridge * mean diagonal of the system
-    round_to     round kept widths up to multiples: an int, or {"mlp": 64, "head": 8}
+    vo_basis     "subspace": every head's values are turned so that the leading directions carry most of its output;
+                 "coordinates": dimensions are kept as they are, by rank
+    round_to     round kept widths up to multiples: an int, {"mlp": 64, "head": 8}, or "fast", which is that
     skip         globs over site names that are left alone
-    overrides    {glob: {"mlp": s, "attn": s}}: other sparsities for some sites; the last match wins
+    overrides    {glob: {"mlp": s, "attn": s, "vo": s}}: other sparsities for some sites; the last match wins
     """
 
     mlp: float = 0.0
     attn: float = 0.0
+    vo: float = 0.0
+    equal_heads: bool = False
     preset: str = "paper"
     rank: str = ""
     compensate: str = ""
     intercept: bool | str = ""
     ridge: float = 1e-3
-    round_to: int | Mapping[str, int] = 1
+    vo_basis: str = SUBSPACE
+    round_to: int | str | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
@@ -68,10 +79,21 @@ class Recipe:
             raise RecipeError(f"intercept={self.intercept!r} is not one of 'auto', True, False")
         if self.compensate == "mean" and self.intercept is False:
             raise RecipeError("compensate='mean' is a correction of the bias: it cannot go with intercept=False")
+        _one_of("vo_basis", self.vo_basis, BASES)
         put(self, "ridge", _non_negative("ridge", self.ridge))
         put(self, "round_to", _rounding(self.round_to))
         put(self, "skip", _globs(self.skip))
         put(self, "overrides", _overrides(self.overrides))
+
+        if not isinstance(self.equal_heads, bool):
+            raise RecipeError(f"equal_heads={self.equal_heads!r} is not True or False")
+        if self.equal_heads and self.vo not in (0.0, self.attn):
+            raise RecipeError(
+                f"equal_heads makes values as wide as queries and keys: vo={self.vo:g} cannot differ from "
+                f"attn={self.attn:g}; leave vo out"
+            )
+        if self.equal_heads:
+            put(self, "vo", self.attn)
 
     def sparsity(self, kind: str, name: str) -> float:
         """The sparsity asked for at the site `name` of this kind."""
@@ -88,6 +110,7 @@ class Recipe:
         """Kept widths at sites of this kind are rounded up to a multiple of this."""
         if isinstance(self.round_to, int):
             return self.round_to
+        assert not isinstance(self.round_to, str)  # the constructor has put in what a name stands for
         return self.round_to.get(ROUNDING_KEYS[kind], 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,14 +154,16 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def _multiple(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"round_to: {value!r} is not a whole number >= 1")
+        raise RecipeError(f"round_to: {value!r} is not a whole number >= 1 (or 'fast')")
     return value
 
 
 def _rounding(value: object) -> int | dict[str, int]:
+    if value == "fast":
+        return dict(FAST)
     if not isinstance(value, Mapping):
         return _multiple(value)
-    known = sorted(ROUNDING_KEYS.values())
+    known = sorted(set(ROUNDING_KEYS.values()))
     unknown = sorted(str(key) for key in value if key not in known)
     if unknown:
         raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")

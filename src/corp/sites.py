@@ -70,6 +70,46 @@ class MLPSite:
     def width(self) -> int:
         return self.up[0].width
 
+    @property
+    def inputs(self) -> int:
+        """Features that go into the linear `down`."""
+        return self.width
+
+
+@dataclass(frozen=True)
+class ValueSite:
+    """Values of all heads: made by the rows `v`, averaged by the attention, consumed by the linear `down`.
+
+    `attention` is the module that is replaced, by `build` as for its queries and keys. Groups of query heads may share
+    a value head (`kv_heads` of them); `down` takes every query head's own average of it.
+    """
+
+    name: str
+    v: Rows
+    heads: int
+    down: str
+    attention: str
+    build: Callable[..., nn.Module]
+    kv_heads: int | None = None
+    mask: Mask | None = None
+    batch_first: ClassVar[bool] = True
+    kind: ClassVar[str] = "vo"
+
+    @property
+    def width(self) -> int:
+        """Value dimensions per head."""
+        return self.v.width // self.groups
+
+    @property
+    def groups(self) -> int:
+        """How many sets of dimensions are kept: one per value head."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def inputs(self) -> int:
+        """Features that go into the linear `down`."""
+        return self.heads * self.width
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -86,9 +126,8 @@ class Rotary:
 class AttentionSite:
     """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
 
-    `build(dense_module, q, k)` makes the narrower attention module around new query and key
-    projections: one class of surgery/attention.py per calling convention. `out` is the linear that takes the
-    heads' concatenated values, `out_width` of them; its input is remembered too, where it is pointed at.
+    `build(dense_module, q, k, v)` makes the narrower attention module around new projections, those of the dense one
+    where they are None: one class of surgery/attention.py per calling convention.
     `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
     keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
     of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
@@ -100,8 +139,6 @@ class AttentionSite:
     k: Rows
     heads: int
     build: Callable[..., nn.Module]
-    out: str | None = None
-    out_width: int = 0
     q_mask: Mask | None = None
     k_mask: Mask | None = None
     causal: bool | None = False
@@ -110,6 +147,11 @@ class AttentionSite:
     rotary: Rotary | None = None
     scale: float = 1.0
     kind: ClassVar[str] = "attn"
+
+    @property
+    def attention(self) -> str:
+        """The module that is replaced."""
+        return self.name
 
     @property
     def width(self) -> int:
@@ -137,7 +179,18 @@ class AttentionSite:
         return f"{self.name}.unrotated" if self.rotary else self.name
 
 
-Site: TypeAlias = MLPSite | AttentionSite
+LinearSite: TypeAlias = MLPSite | ValueSite  # pruned at the input of a linear layer
+Site: TypeAlias = MLPSite | AttentionSite | ValueSite
+
+
+def module_of(site: Site) -> str:
+    """What is narrowed as a whole: an MLP, or an attention, of which there may be two sites."""
+    return site.name if isinstance(site, MLPSite) else site.attention
+
+
+def heads_of(site: Site) -> int | None:
+    """How many heads keep dimensions of their own; None where there are none."""
+    return None if isinstance(site, MLPSite) else site.groups
 
 
 @dataclass(frozen=True)
@@ -184,6 +237,10 @@ class Sites:
     def attention(self) -> list[AttentionSite]:
         return [site for site in self if isinstance(site, AttentionSite)]
 
+    @property
+    def values(self) -> list[ValueSite]:
+        return [site for site in self if isinstance(site, ValueSite)]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "adapter": self.adapter,
@@ -196,7 +253,7 @@ class Sites:
     def __str__(self) -> str:
         lines = [f"{len(self)} sites ({self.adapter})"]
         for site in self:
-            heads = f"{site.heads} heads x " if isinstance(site, AttentionSite) else ""
+            heads = f"{count} heads x " if (count := heads_of(site)) else ""
             lines.append(f"  {site.name:<24} {site.kind:<5} {heads}{site.width}")
         lines += [f"  {r.name:<24} {r.kind:<5} cannot be pruned: {r.reason}" for r in self.refused]
         return "\n".join(lines)

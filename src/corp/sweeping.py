@@ -21,16 +21,15 @@ from corp.atomic import lock_folder, read_json, refuse_existing, write_text
 from corp.calibration import Progress, Settings, enough_tokens
 from corp.checkpoint import prepare_folder
 from corp.errors import DataError, RecipeError
-from corp.recipe import KINDS, Recipe
-from corp.sites import MLPSite
+from corp.recipe import KINDS, TOGETHER, Recipe
+from corp.sites import AttentionSite
 from corp.stages import timing
 from corp.stats import Statistics
 from corp.stats.statistics import merge
 
 Row = dict[str, Any]
 Evaluate = Callable[[Sequence[nn.Module]], list[Row]]  # one row of numbers per model, in one pass over the data
-WHAT = (*KINDS, "both")
-CASE = ("samples", "mlp", "attn", "preset", "rank", "compensate", "ridge")  # what tells one row from another
+CASE = ("samples", *KINDS, "preset", "rank", "compensate", "ridge")  # what tells one row from another
 AT_ONCE, AT_ONCE_BYTES = 8, 2 * 2**30  # models evaluated in one pass over the data
 ROWS, SECONDS, RESULT, STATISTICS = "rows.json", "seconds.json", "sweep.json", "statistics"
 
@@ -47,13 +46,12 @@ class Grid:
     ridges: Sequence[float] = (1e-3,)
 
     def recipes(self) -> list[Recipe]:
-        unknown = sorted(set(self.kinds) - set(WHAT))
+        unknown = sorted(set(self.kinds) - set(TOGETHER))
         if unknown:
-            raise RecipeError(f"--kinds: {', '.join(unknown)} is not among {', '.join(WHAT)}")
+            raise RecipeError(f"--kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
         return [
             Recipe(
-                mlp=s * (kind != "attn"),
-                attn=s * (kind != "mlp"),
+                **_shares(kind, s),
                 preset=preset,
                 rank=rank,
                 compensate=compensate,
@@ -66,6 +64,10 @@ class Grid:
             for ridge in self.ridges
             for s in self.sparsities
         ]
+
+
+def _shares(kind: str, sparsity: float) -> dict[str, Any]:
+    return dict.fromkeys(TOGETHER[kind], sparsity)
 
 
 @dataclass
@@ -155,7 +157,7 @@ def statistics_of_sizes(
     check_sizes(sizes, data.samples)
     tokens = settings.tokens
     if tokens == "auto":  # the same for every part, and enough for the smallest
-        widths = [site.width for site in find_sites(model) if isinstance(site, MLPSite)]
+        widths = [site.inputs for site in find_sites(model) if not isinstance(site, AttentionSite)]
         tokens = max(enough_tokens(width, sizes[0]) for width in widths) if widths else "auto"
     seconds = read_json(folder / SECONDS) if (folder / SECONDS).is_file() else {}
     before: Path | None = None

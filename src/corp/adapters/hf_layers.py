@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corp.adapters.registry import Finding
 from corp.adapters.torch_attention import multihead
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite
 from corp.surgery.hf_attention import Names, NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.linear import is_linear, projection_of
 from corp.surgery.multihead import NarrowMultihead
@@ -104,35 +103,34 @@ def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, famil
     if module is None:
         return  # a cross-attention that this model has not
     if type(module) in (nn.MultiheadAttention, NarrowMultihead):
-        yield multihead(name, module)
+        yield from multihead(name, module)
         return
+    names = entry.names
+    down = f"{layer}.{entry.out}" if entry.out else f"{name}.{names.out[0]}"
     before = isinstance(module, NarrowAttention)
     dense_class = module.dense_class if before else type(module)
     if (dense_class.__module__, dense_class.__name__) != (family.path, entry.cls):
-        yield Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")
+        yield from _refused(name, down, f"{type(module).__module__}.{type(module).__name__} is not understood")
         return
-    names = entry.names
     turned = issubclass(entry.convention, RotaryAttention)
     if turned and before:
-        yield Refusal(name, "attn", "its rotary queries and keys were narrowed already; prune the dense model instead")
+        yield from _refused(name, down, "this rotary attention was narrowed already; prune the dense model instead")
         return
     problem = entry.refuse(module) or not_plain(module, *(part for part, _ in names.parts), *names.out[:1])
     if problem:
-        yield Refusal(name, "attn", problem)
+        yield from _refused(name, down, problem)
         return
     heads, kv_heads = names.count_heads(module)
-    values = kv_heads * attrgetter(names.head_dim)(module)
+    build = partial(narrow, names=names, cross=entry.cross, lookup=kernel, convention=entry.convention)
+    q_mask = Mask(owner, entry.q_mask) if entry.q_mask else None
     causal = entry.causal if isinstance(entry.causal, bool) else entry.causal(model.get_submodule(owner), module)
-    inner = f"{name}.{names.out[0]}" if names.out else None
     yield AttentionSite(
         name,
         q=_rows(module, name, names, "q"),
         k=_rows(module, name, names, "k"),
         heads=heads,
-        build=partial(narrow, names=names, cross=entry.cross, lookup=kernel, convention=entry.convention),
-        out=f"{layer}.{entry.out}" if entry.out else inner,
-        out_width=heads * values // kv_heads,
-        q_mask=Mask(owner, entry.q_mask) if entry.q_mask else None,
+        build=build,
+        q_mask=q_mask,
         k_mask=Mask(owner, entry.k_mask) if entry.k_mask else None,
         causal=causal,
         window=entry.window(module),
@@ -140,21 +138,40 @@ def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, famil
         rotary=Rotary(rotated_dims(module)) if turned else None,
         scale=getattr(module, names.scale) if turned and names.scale else 1.0,
     )
+    if problem := not_plain(model, down):
+        yield Refusal(down, "vo", problem)
+        return
+    yield ValueSite(
+        down,
+        v=_rows(module, name, names, "v"),
+        heads=heads,
+        down=down,
+        attention=name,
+        build=build,
+        kv_heads=None if kv_heads == heads else kv_heads,
+        mask=q_mask,
+    )
+
+
+def _refused(name: str, down: str, reason: str) -> list[Refusal]:
+    """Neither queries and keys nor values: they are parts of one module."""
+    return [Refusal(name, "attn", reason), Refusal(down, "vo", reason)]
 
 
 def _rows(module: Any, name: str, names: Names, letter: str) -> Rows:
-    """Where queries or keys come out: alone, or packed in order with others."""
+    """Where queries, keys or values come out: alone, or packed in order with others."""
     linear, letters = next((part, letters) for part, letters in names.parts if letter in letters)
     total = len(projection_of(getattr(module, linear)).weight)
     heads, kv_heads = names.count_heads(module)
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
-    values = kv_heads * attrgetter(names.head_dim)(module) if "v" in letters else 0
-    width = (total - values) // sum(counts[one] for one in letters if one != "v")  # of a query or key head
+    value = names.value_width(module)
+    others = sum(counts[one] for one in letters if one != "v")
+    width = (total - ("v" in letters) * kv_heads * value) // others if others else 0  # of a query or key head
     if names.by_head:
         start = letters.index(letter) * width
         return Rows(f"{name}.{linear}", start, start + width, runs=heads, period=total // heads)
     start = sum(counts[one] * width for one in letters[: letters.index(letter)])
-    return Rows(f"{name}.{linear}", start, start + counts[letter] * width)
+    return Rows(f"{name}.{linear}", start, start + counts[letter] * (value if letter == "v" else width))
 
 
 def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], family: Family) -> Iterator[Finding]:

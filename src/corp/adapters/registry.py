@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from corp.errors import CorpError, ModelError
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites, ValueSite
 
 Finding: TypeAlias = Site | Refusal
 Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
@@ -172,7 +172,9 @@ def _prefixed(finding: Finding, prefix: str) -> Finding:
         up = tuple(map(at, finding.up))
         return replace(finding, name=name, up=up, down=under(finding.down), mask=told(finding.mask))
     if isinstance(finding, AttentionSite):
-        out = None if finding.out is None else under(finding.out)
         q_mask, k_mask = told(finding.q_mask), told(finding.k_mask)
-        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), out=out, q_mask=q_mask, k_mask=k_mask)
+        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), q_mask=q_mask, k_mask=k_mask)
+    if isinstance(finding, ValueSite):
+        down, attention, mask = under(finding.down), under(finding.attention), told(finding.mask)
+        return replace(finding, name=name, v=at(finding.v), down=down, attention=attention, mask=mask)
     return replace(finding, name=name)

@@ -19,10 +19,17 @@ from torch import nn
 
 from corp.adapters.registry import Adapter, Finding
 from corp.errors import ModelError
-from corp.sites import AttentionSite, MLPSite, Refusal, Rows
+from corp.sites import AttentionSite, MLPSite, Refusal, Rows, ValueSite
 from corp.surgery.attention import LatentPool, PackedAttention, RelativeAttention
 
 FAMILIES = (VisionTransformer, VisionTransformerRelPos, Eva, Beit)
+# Attention that is understood, dense or narrowed, and what it becomes.
+BUILT: dict[type, Callable[..., nn.Module]] = {
+    Attention: PackedAttention,
+    RelPosAttention: RelativeAttention,
+    AttentionPoolLatent: LatentPool,
+    **{cls: cls for cls in (PackedAttention, RelativeAttention, LatentPool)},
+}
 FUSED_BLOCKS = (ParallelScalingBlock, DiffParallelScalingBlock)
 
 
@@ -37,15 +44,11 @@ def _walk(model: nn.Module) -> Iterator[Finding]:
         # Exact types: a subclass may compute something else.
         if type(module) in (Mlp, GluMlp, SwiGLU):
             yield _mlp(name, module)
-        elif type(module) in (Attention, RelPosAttention):
-            yield _packed(name, module)
-        elif type(module) is AttentionPoolLatent:
-            yield _pool(name, module)
-        elif type(module) in (PackedAttention, RelativeAttention, LatentPool):
-            yield _pruned_before(name, module)
+        elif type(module) in BUILT:
+            yield from _attention(name, module)
         elif isinstance(module, FUSED_BLOCKS):
             reason = f"{type(module).__name__} fuses attention and MLP into one projection"
-            yield from (Refusal(f"{name}.{kind}", kind, reason) for kind in ("attn", "mlp"))
+            yield from (Refusal(f"{name}.{kind}", kind, reason) for kind in ("attn", "mlp", "vo"))
         elif (kind := name.rpartition(".")[2]) in ("attn", "mlp"):
             yield Refusal(name, kind, f"{type(module).__module__}.{type(module).__name__} is not understood")
 
@@ -69,44 +72,40 @@ def _mlp(name: str, mlp: Any) -> Finding:
     return MLPSite(name, up=up, down=f"{name}.fc2")
 
 
-def _packed(name: str, attention: Any) -> Finding:
-    problem = _not_plain_linear(attention, "qkv", "proj") or _normalised(attention)
+def _attention(name: str, attention: Any) -> Iterator[Finding]:
+    """Queries and keys, and values, of an attention that may have been narrowed before."""
+    pool = isinstance(attention, AttentionPoolLatent | LatentPool)
+    values = f"{name}.proj"
+    problem = _not_plain_linear(attention, *(("q", "kv") if pool else ("qkv",)), "proj") or _normalised(attention)
     if problem:
-        return Refusal(name, "attn", problem)
-    width: int = attention.num_heads * attention.head_dim
-    qkv = f"{name}.qkv"
-    return AttentionSite(
-        name,
-        q=Rows(qkv, 0, width),
-        k=Rows(qkv, width, 2 * width),
-        heads=attention.num_heads,
-        build=RelativeAttention if type(attention) is RelPosAttention else PackedAttention,
-        out=f"{name}.proj",
-        out_width=attention.proj.in_features,
-    )
+        yield from (Refusal(name, "attn", problem), Refusal(values, "vo", problem))
+        return
+    heads: int = attention.num_heads
+    width, value_width = (heads * getattr(attention, dim, attention.head_dim) for dim in ("qk_dim", "head_dim"))
+    q_in, kv_in, start = (f"{name}.q", f"{name}.kv", 0) if pool else (f"{name}.qkv", f"{name}.qkv", width)
+    build = BUILT[type(attention)]
+    k = Rows(kv_in, start, start + width)
+    yield AttentionSite(name, q=Rows(q_in, 0, width), k=k, heads=heads, build=build)
+    if problem := _after_the_average(attention):
+        yield Refusal(values, "vo", problem)
+        return
+    v = Rows(kv_in, k.stop, k.stop + value_width)
+    yield ValueSite(values, v=v, heads=heads, down=values, attention=name, build=build)
 
 
-def _pool(name: str, pool: Any) -> Finding:
-    problem = _not_plain_linear(pool, "q", "kv") or _normalised(pool)
-    if problem:
-        return Refusal(name, "attn", problem)
-    width: int = pool.num_heads * pool.head_dim
-    return AttentionSite(
-        name, q=Rows(f"{name}.q", 0, width), k=Rows(f"{name}.kv", 0, width), heads=pool.num_heads, build=LatentPool
-    )
-
-
-def _pruned_before(name: str, attention: Any) -> Finding:
-    """An attention that corp has narrowed already can be narrowed again."""
-    width: int = attention.num_heads * attention.qk_dim
-    q, k = Rows(f"{name}.qkv", 0, width), Rows(f"{name}.qkv", width, 2 * width)
-    if type(attention) is LatentPool:
-        q, k = Rows(f"{name}.q", 0, width), Rows(f"{name}.kv", 0, width)
-    return AttentionSite(name, q=q, k=k, heads=attention.num_heads, build=type(attention))
+def _after_the_average(attention: Any) -> str | None:
+    """What stands between the averaged values and the output projection of an attention, if anything does."""
+    if isinstance(attention, AttentionPoolLatent | LatentPool):
+        return None
+    if not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
+        return "a norm before the output projection mixes all values"
+    if getattr(attention, "gate", None) is not None:
+        return "a gate has a factor for every value dimension, which cannot be turned with them"
+    return None
 
 
 def _normalised(attention: Any) -> str | None:
-    if isinstance(attention.q_norm, nn.Identity) and isinstance(attention.k_norm, nn.Identity):
+    if all(isinstance(getattr(attention, norm, nn.Identity()), nn.Identity) for norm in ("q_norm", "k_norm")):
         return None
     return "QK-norm normalises over all head dimensions, so a correction cannot be folded through it"
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.registry import Adapter, Finding
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, ValueSite
 from corp.surgery.linear import is_linear
 from corp.surgery.multihead import NarrowMultihead
 
@@ -19,13 +19,13 @@ def find(module: nn.Module) -> list[Finding] | None:
     if type(module) in PADDING:
         return _torch_layer(module)
     if type(module) in (nn.MultiheadAttention, NarrowMultihead):
-        return [multihead("", module)]
+        return multihead("", module)
     where = f"{type(module).__module__}.{type(module).__name__}"
     if where == "torchvision.models.vision_transformer.EncoderBlock":
-        return [_attention(module, "self_attention"), _mlp(module, "mlp", "mlp.0", "mlp.3")]
+        return [*_attention(module, "self_attention"), _mlp(module, "mlp", "mlp.0", "mlp.3")]
     if where.endswith(".ResidualAttentionBlock") and where.startswith(("open_clip.", "clip.")):
         first = getattr(getattr(module, "attn", None), "batch_first", False)
-        return [_attention(module, "attn"), _mlp(module, "mlp", "mlp.c_fc", "mlp.c_proj", batch_first=bool(first))]
+        return [*_attention(module, "attn"), _mlp(module, "mlp", "mlp.c_fc", "mlp.c_proj", batch_first=bool(first))]
     return None
 
 
@@ -34,14 +34,14 @@ def _torch_layer(layer: Any) -> list[Finding]:
     first: bool = layer.self_attn.batch_first
     names = ["self_attn", *(["multihead_attn"] if hasattr(layer, "multihead_attn") else [])]
     mlp = _mlp(layer, "mlp", "linear1", "linear2", batch_first=first, mask=padding)
-    return [*(_attention(layer, name) for name in names), mlp]
+    return [*(found for name in names for found in _attention(layer, name)), mlp]
 
 
-def _attention(block: Any, name: str) -> Finding:
+def _attention(block: Any, name: str) -> list[Finding]:
     module = getattr(block, name)
     if type(module) in (nn.MultiheadAttention, NarrowMultihead):
         return multihead(name, module)
-    return Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")
+    return [Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")]
 
 
 def _mlp(block: Any, name: str, up: str, down: str, *, batch_first: bool = True, mask: Mask | None = None) -> Finding:
@@ -61,13 +61,19 @@ def _child(block: nn.Module, path: str) -> object:
         return None
 
 
-def multihead(name: str, module: Any) -> Finding:
-    """The site of an nn.MultiheadAttention; each call says whether it is causal and which keys are padding."""
+def multihead(name: str, module: Any) -> list[Finding]:
+    """The sites of an nn.MultiheadAttention; each call says whether it is causal and which keys are padding."""
+    down = f"{name}.out_proj" if name else "out_proj"
     if problem := _unusual(module):
-        return Refusal(name, "attn", problem)
-    width = (len(module.in_proj_weight) - module.embed_dim) // 2
-    q, k = (Rows(name, start, start + width, weight="in_proj_weight", bias="in_proj_bias") for start in (0, width))
-    return AttentionSite(name, q, k, module.num_heads, NarrowMultihead, causal=None)
+        return [Refusal(name, "attn", problem), Refusal(down, "vo", problem)]
+    values: int = module.num_heads * module.head_dim
+    width = (len(module.in_proj_weight) - values) // 2
+    bounds = ((0, width), (width, 2 * width), (2 * width, 2 * width + values))
+    q, k, v = (Rows(name, *bound, weight="in_proj_weight", bias="in_proj_bias") for bound in bounds)
+    return [
+        AttentionSite(name, q, k, module.num_heads, NarrowMultihead, causal=None),
+        ValueSite(down, v, module.num_heads, down, name, NarrowMultihead),
+    ]
 
 
 def _unusual(module: Any) -> str | None:

@@ -10,7 +10,7 @@ from corp.api import history
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
 from corp.measure.cost import count_params
-from corp.sites import AttentionSite, Site
+from corp.sites import Site, heads_of
 
 
 @command
@@ -33,5 +33,5 @@ def inspect(model: o.ModelArg, weights: o.Weights = None, json: o.Json = False) 
 
 
 def _row(site: Site, before: dict[str, int]) -> tuple[str, str, str, str]:
-    heads = f"{site.heads} x " if isinstance(site, AttentionSite) else ""
+    heads = f"{count} x " if (count := heads_of(site)) else ""
     return site.name, site.kind, f"{heads}{site.width}", f"{heads}{before.get(site.name, site.width)}"

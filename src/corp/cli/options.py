@@ -1,9 +1,9 @@
-"""The options that commands share, and what they mean together: a model, its data, a recipe."""
+"""The options that commands share, and what they mean together: a model, its data and their statistics."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -17,12 +17,13 @@ from corp.cli.models import chosen_device as chosen_device
 from corp.cli.models import load_model as load_model
 from corp.cli.models import place as place
 from corp.cli.models import without_cache
+from corp.cli.recipes import parse_number
 from corp.cli.sources import Source as Source
 from corp.cli.sources import TextOptions as TextOptions
 from corp.cli.sources import calibration_batches
 from corp.cli.sources import image_batches as image_batches
-from corp.errors import DataError, RecipeError
-from corp.recipe import PRESETS, RANKINGS, Recipe
+from corp.errors import DataError
+from corp.recipe import Recipe
 from corp.stats import Statistics
 from corp.stats.memory import parse_bytes
 from corp.version import __version__
@@ -84,61 +85,6 @@ MaxBad = Annotated[float, typer.Option(help="Share of unreadable images that is 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
 
-Mlp = Annotated[float | None, typer.Option(help="Share of MLP hidden channels to remove, 0 <= s < 1.")]
-Attn = Annotated[float | None, typer.Option(help="Share of every head's Q/K dimensions to remove, 0 <= s < 1.")]
-Sparsity = Annotated[float | None, typer.Option(help="The same share for both.")]
-Preset = Annotated[str, typer.Option(help=f"Sets the next three: {', '.join(PRESETS)}.")]
-Rank = Annotated[str, typer.Option(help=f"MLP ranking: {', '.join(RANKINGS)}.", show_default="the preset's")]
-Compensate = Annotated[str, typer.Option(help="full, mean (bias only) or none.", show_default="the preset's")]
-Intercept = Annotated[
-    str,
-    typer.Option(
-        help="May compensation use a bias? auto (where there is one), yes or no.", show_default="the preset's"
-    ),
-]
-Ridge = Annotated[float, typer.Option(help="Ridge, relative to the mean diagonal of the system.")]
-RoundTo = Annotated[str, typer.Option(help="Round kept widths up: a number, or e.g. mlp=64,head=8.")]
-Skip = Annotated[list[str] | None, typer.Option(help="Glob over site names to leave alone; may be repeated.")]
-Override = Annotated[
-    list[str] | None, typer.Option(help="Other sparsities, e.g. 'blocks.0.*:mlp=0.2,attn=0'; may be repeated.")
-]
-
-_INTERCEPTS: dict[str, bool | str] = {"": "", "auto": "auto", "yes": True, "no": False}
-
-
-def make_recipe(
-    mlp: float | None,
-    attn: float | None,
-    sparsity: float | None,
-    preset: str,
-    rank: str,
-    compensate: str,
-    intercept: str,
-    ridge: float,
-    round_to: str,
-    skip: list[str] | None,
-    override: list[str] | None,
-) -> Recipe:
-    if sparsity is not None and (mlp is not None or attn is not None):
-        raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
-    if sparsity is None and mlp is None and attn is None:
-        raise RecipeError("nothing to prune: give --sparsity 0.5, or --mlp and/or --attn")
-    if intercept not in _INTERCEPTS:
-        raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
-    both = 0.0 if sparsity is None else sparsity
-    return Recipe(
-        mlp=both if mlp is None else mlp,
-        attn=both if attn is None else attn,
-        preset=preset,
-        rank=rank,
-        compensate=compensate,
-        intercept=_INTERCEPTS[intercept],
-        ridge=ridge,
-        round_to=_pairs(round_to, int, "--round-to") if "=" in round_to else _number(round_to, int, "--round-to"),
-        skip=tuple(skip or ()),
-        overrides=dict(_override(text) for text in override or ()),
-    )
-
 
 def make_settings(
     tokens: str,
@@ -148,7 +94,7 @@ def make_settings(
     offload: str | None = None,
     device: str = "cpu",
 ) -> Settings:
-    number = _number(tokens, int, "--tokens") if tokens not in ("auto", "all") else tokens
+    number = parse_number(tokens, int, "--tokens") if tokens not in ("auto", "all") else tokens
     amount = None if memory is None else parse_bytes(memory)
     return Settings(number, amount, checkpoint_seconds, fresh, offload, chosen_device(device))
 
@@ -206,27 +152,3 @@ def calibrated(
     if bad:
         note(f"{len(bad)} of {batches.samples} images were skipped")
     return model, stats
-
-
-def _override(text: str) -> tuple[str, dict[str, Any]]:
-    glob, colon, changes = text.rpartition(":")
-    if not colon or not glob:
-        raise RecipeError(f"--override {text!r} should look like 'blocks.0.*:mlp=0.2,attn=0'")
-    return glob, _pairs(changes, float, "--override")
-
-
-def _pairs(text: str, kind: type, option: str) -> dict[str, Any]:
-    pairs = {}
-    for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise RecipeError(f"{option}: {part!r} should look like name=number")
-        pairs[key.strip()] = _number(value, kind, option)
-    return pairs
-
-
-def _number(text: str, kind: type, option: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise RecipeError(f"{option}: {text!r} is not a number") from None

@@ -9,9 +9,11 @@ import typer
 
 from corp import api
 from corp.cli import options as o
+from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import StorageError
 from corp.plan import COLUMNS
+from corp.recipe import SUBSPACE
 
 
 @command
@@ -28,17 +30,20 @@ def plan(
     pack: o.Pack = None,
     tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
-    mlp: o.Mlp = None,
-    attn: o.Attn = None,
-    sparsity: o.Sparsity = None,
-    preset: o.Preset = "paper",
-    rank: o.Rank = "",
-    compensate: o.Compensate = "",
-    intercept: o.Intercept = "",
-    ridge: o.Ridge = 1e-3,
-    round_to: o.RoundTo = "1",
-    skip: o.Skip = None,
-    override: o.Override = None,
+    mlp: r.Mlp = None,
+    attn: r.Attn = None,
+    vo: r.Vo = None,
+    equal_heads: r.EqualHeads = False,
+    sparsity: r.Sparsity = None,
+    preset: r.Preset = "paper",
+    rank: r.Rank = "",
+    compensate: r.Compensate = "",
+    intercept: r.Intercept = "",
+    ridge: r.Ridge = 1e-3,
+    vo_basis: r.VoBasis = SUBSPACE,
+    round_to: r.RoundTo = "1",
+    skip: r.Skip = None,
+    override: r.Override = None,
     batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
     dtype: o.Dtype = "auto",
@@ -48,7 +53,22 @@ def plan(
     json: o.Json = False,
 ) -> None:
     """Show what pruning MODEL would keep and cost (dry run): per site widths, rho² and predicted error."""
-    recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
+    recipe = r.make_recipe(
+        mlp=mlp,
+        attn=attn,
+        vo=vo,
+        equal_heads=equal_heads,
+        sparsity=sparsity,
+        preset=preset,
+        rank=rank,
+        compensate=compensate,
+        intercept=intercept,
+        ridge=ridge,
+        vo_basis=vo_basis,
+        round_to=round_to,
+        skip=skip,
+        override=override,
+    )
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)

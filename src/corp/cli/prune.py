@@ -15,10 +15,12 @@ from corp import api, storage
 from corp.atomic import refuse_existing
 from corp.cli import eval_images, eval_text
 from corp.cli import options as o
+from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.models import IMAGE, kind_of, save_companions
 from corp.errors import DataError
 from corp.plan import COLUMNS
+from corp.recipe import SUBSPACE
 from corp.report.tables import TOTALS, Report
 
 
@@ -36,17 +38,20 @@ def prune(
     pack: o.Pack = None,
     tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
-    mlp: o.Mlp = None,
-    attn: o.Attn = None,
-    sparsity: o.Sparsity = None,
-    preset: o.Preset = "paper",
-    rank: o.Rank = "",
-    compensate: o.Compensate = "",
-    intercept: o.Intercept = "",
-    ridge: o.Ridge = 1e-3,
-    round_to: o.RoundTo = "1",
-    skip: o.Skip = None,
-    override: o.Override = None,
+    mlp: r.Mlp = None,
+    attn: r.Attn = None,
+    vo: r.Vo = None,
+    equal_heads: r.EqualHeads = False,
+    sparsity: r.Sparsity = None,
+    preset: r.Preset = "paper",
+    rank: r.Rank = "",
+    compensate: r.Compensate = "",
+    intercept: r.Intercept = "",
+    ridge: r.Ridge = 1e-3,
+    vo_basis: r.VoBasis = SUBSPACE,
+    round_to: r.RoundTo = "1",
+    skip: r.Skip = None,
+    override: r.Override = None,
     batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
     dtype: o.Dtype = "auto",
@@ -63,7 +68,22 @@ def prune(
     json: o.Json = False,
 ) -> None:
     """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
-    recipe = o.make_recipe(mlp, attn, sparsity, preset, rank, compensate, intercept, ridge, round_to, skip, override)
+    recipe = r.make_recipe(
+        mlp=mlp,
+        attn=attn,
+        vo=vo,
+        equal_heads=equal_heads,
+        sparsity=sparsity,
+        preset=preset,
+        rank=rank,
+        compensate=compensate,
+        intercept=intercept,
+        ridge=ridge,
+        vo_basis=vo_basis,
+        round_to=round_to,
+        skip=skip,
+        override=override,
+    )
     refuse_existing(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} is not there")

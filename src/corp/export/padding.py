@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from corp.adapters.registry import find_sites
-from corp.api import match, shrink
+from corp.api import shrink
 from corp.plan import Plan
-from corp.sites import MLPSite, Site
+from corp.sites import AttentionSite, MLPSite, Site, module_of
 
 
 def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
@@ -46,11 +46,11 @@ def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, 
 def _origins(frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
     """For every parameter that the plans narrow: where in the flattened dense one each of its elements was."""
     found: dict[str, Tensor] = {}
-    for name in dict.fromkeys(site.name for plan in plans for site in plan.sites):
-        steps = [replace(plan, sites=tuple(s for s in plan.sites if s.name == name)) for plan in plans]
+    for names in _together(frame, plans):
+        steps = [replace(plan, sites=tuple(s for s in plan.sites if s.name in names)) for plan in plans]
         steps = [step for step in steps if step.sites]
-        ((site, _),) = match(find_sites(frame), steps[0])
-        for module in _modules(site):
+        sites = find_sites(frame)
+        for module in dict.fromkeys(module for name in names for module in _modules(sites[name])):
             _number(frame.get_submodule(module))
         for step in steps:
             shrink(frame, step)
@@ -59,11 +59,20 @@ def _origins(frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
     return found
 
 
+def _together(frame: nn.Module, plans: Sequence[Plan]) -> list[list[str]]:
+    """The names of all planned sites, those of one module together: they are narrowed at once."""
+    sites = find_sites(frame)
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys(site.name for plan in plans for site in plan.sites):
+        groups.setdefault(module_of(sites[name]), []).append(name)
+    return list(groups.values())
+
+
 def _modules(site: Site) -> list[str]:
     """The modules whose parameters pruning the site narrows."""
-    rows = site.up if isinstance(site, MLPSite) else (site.q, site.k)
-    names = [*(part.module for part in rows), *([site.down] if isinstance(site, MLPSite) else [])]
-    return list(dict.fromkeys(names))
+    if isinstance(site, AttentionSite):
+        return [site.q.module, site.k.module]
+    return [*(rows.module for rows in (site.up if isinstance(site, MLPSite) else (site.v,))), site.down]
 
 
 def _number(module: nn.Module) -> None:

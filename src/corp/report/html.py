@@ -23,8 +23,8 @@ from corp.report.remake import remake
 from corp.report.tables import TOTALS, Report
 
 PAGE = Path(__file__).with_name("page.html")
-KIND_NAMES = {"mlp": "MLP", "attn": "Attention"}
-REMOVED = {"mlp": "of the MLP channels", "attn": "of the Q/K dimensions"}
+KIND_NAMES = {"mlp": "MLP", "attn": "Attention", "vo": "Values"}
+REMOVED = {"mlp": "of the MLP channels", "attn": "of the Q/K dimensions", "vo": "of the value dimensions"}
 ERROR_NOTE = (
     "Error is the predicted squared error of a site's output relative to its energy, on the calibration data and with "
     "the dense model's inputs; it does not say how errors add up over layers. rho² is the share of what was removed "
@@ -255,7 +255,7 @@ def _widths(sites: Sequence[SitePlan]) -> str:
     columns = ("site", "kind", "heads", "width", "kept", "removed", "rho²", "error", "not compensated", "unseen data")
     rows: list[list[Cell]] = []
     for s in sites:
-        heads: Cell = (float(len(s.kept)), str(len(s.kept))) if s.kind == "attn" else (None, "–")
+        heads: Cell = (float(s.heads), str(s.heads)) if s.heads else (None, "–")
         widths: list[Cell] = [(float(s.width), str(s.width)), (float(s.keep), str(s.keep)), percent(s.achieved, 1)]
         costs: list[Cell] = [percent(s.relative_error), percent(s.relative_uncompensated)]
         unseen: Cell = (s.overfit, f"+{s.overfit:.0%}") if any(c.held is not None for c in s.costs) else (None, "–")

@@ -43,7 +43,7 @@ def _site(site: SitePlan) -> dict[str, Any]:
     return {
         "name": site.name,
         "kind": site.kind,
-        "heads": len(site.kept) if site.kind == "attn" else None,
+        "heads": site.heads,
         "width": site.width,
         "kept": site.keep,
         "requested": site.requested,

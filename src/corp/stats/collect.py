@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
 from corp.numerics.rotary import rotate
-from corp.sites import AttentionSite, Mask, MLPSite, Rows, Site
+from corp.sites import AttentionSite, LinearSite, Mask, Rows, Site, ValueSite
 from corp.stats.grams import Grams
 from corp.stats.masks import Masks, bound, real
 from corp.stats.moments import Moments, shift_of
@@ -61,13 +61,11 @@ class Collector:
         """While this context is open, every forward pass of `model` adds to the sums."""
         with self._hooks(model) as handles:
             for site in self.sites:
-                if isinstance(site, MLPSite):
-                    handles.append(self._watch_input(model, site.name, site))
-                    continue
-                watch = self._watch_attention if site.q.weight == "weight" else self._watch_multihead
-                handles += watch(model, site)
-                if site.out is not None:
-                    handles.append(self._watch_input(model, site.out, site))
+                if isinstance(site, AttentionSite):
+                    watch = self._watch_attention if site.q.weight == "weight" else self._watch_multihead
+                    handles += watch(model, site)
+                else:
+                    handles.append(self._watch_input(model, site))
             yield
 
     @contextmanager
@@ -75,10 +73,8 @@ class Collector:
         """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
         with self._hooks(model) as handles:
             for site in self.sites:
-                if isinstance(site, MLPSite):
+                if not isinstance(site, AttentionSite):
                     handles.append(self._before(model, site, self._set_shift(site.name)))
-                elif site.out is not None:
-                    handles.append(self._before(model, site, self._set_shift(site.out)))
             yield
 
     @contextmanager
@@ -94,8 +90,9 @@ class Collector:
             for handle in handles:
                 handle.remove()
 
-    def _watch_input(self, model: nn.Module, name: str, site: Site) -> RemovableHandle:
-        """The input of a linear layer, into the moments called `name`."""
+    def _watch_input(self, model: nn.Module, site: LinearSite) -> RemovableHandle:
+        """The input of the linear that consumes an MLP's channels, or an attention's values, into their moments."""
+        name = site.name
         tokens = self.tokens.get(name, 0)
 
         def see(x: Tensor, mask: Tensor | None) -> None:
@@ -116,27 +113,43 @@ class Collector:
 
         return see
 
-    def _before(self, model: nn.Module, site: Site, see: Callable[[Tensor, Tensor | None], None]) -> RemovableHandle:
-        """Show the input of the linear that consumes an MLP's channels, or an attention's values, as (B, n, D)."""
-        linear, where = (site.down, site.mask) if isinstance(site, MLPSite) else (site.out, site.q_mask)
-        batch_first = not isinstance(site, MLPSite) or site.batch_first
+    def _before(
+        self, model: nn.Module, site: LinearSite, see: Callable[[Tensor, Tensor | None], None]
+    ) -> RemovableHandle:
+        """Show the input of the linear as (B, n, D)."""
+        if isinstance(site, ValueSite) and site.v.weight != "weight":
+            return self._before_multihead(model, site, see)
 
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            mask = self.masks.of(where)
-            x = _as_samples(args[0], mask, self.cursor.size, batch_first=batch_first)
-            see(x, _fitting(mask, x, where))
+            mask = self.masks.of(site.mask)
+            x = _as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
+            see(x, _fitting(mask, x, site.mask))
 
-        return model.get_submodule(str(linear)).register_forward_pre_hook(hook)
+        return model.get_submodule(site.down).register_forward_pre_hook(hook)
+
+    def _before_multihead(
+        self, model: nn.Module, site: ValueSite, see: Callable[[Tensor, Tensor | None], None]
+    ) -> RemovableHandle:
+        """nn.MultiheadAttention does not call its output projection: it is run once more with the identity for it."""
+        module: Any = model.get_submodule(site.attention)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            projection = module.out_proj
+            module.out_proj = _identity(site.inputs, like=projection.weight)
+            try:
+                z = module.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
+            finally:
+                module.out_proj = projection
+            z = _as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
+            see(z, _padding(site.name, bound(module, args, kwargs), z)[0])
+
+        handle: RemovableHandle = module.register_forward_pre_hook(before, with_kwargs=True)
+        return handle
 
     def _watch_attention(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """Queries and keys may come out of one projection or of two; the sums need both."""
         seen: dict[str, Tensor] = {}
         angles: list[tuple[Tensor, Tensor]] = []
-        attention = model.get_submodule(site.name)
-
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if site.rotary:
-                angles[:] = [bound(attention, args, kwargs)[site.rotary.argument]]
 
         def after(module: str, output: Tensor) -> None:
             for side, rows in (("q", site.q), ("k", site.k)):
@@ -151,7 +164,14 @@ class Collector:
             return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
 
         handles = [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
-        return [*handles, attention.register_forward_pre_hook(before, with_kwargs=True)]
+        if rotary := site.rotary:
+            attention = model.get_submodule(site.name)
+
+            def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                angles[:] = [bound(attention, args, kwargs)[rotary.argument]]
+
+            handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
+        return handles
 
     def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""
@@ -163,9 +183,7 @@ class Collector:
             if query.dim() == 3 and not module.batch_first:
                 query, key = query.transpose(0, 1), key.transpose(0, 1)
             q, k = (_project(module, rows, _as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
-            k_mask = real(call.get("key_padding_mask"), k.shape[:2], marks_padding=True, what=site.name)
-            q_mask = k_mask if call["query"] is call["key"] else None
-            self._add(site, q, k, q_mask, k_mask, _is_causal(call, q.shape[1], k.shape[1]))
+            self._add(site, q, k, *_padding(site.name, call, k), _is_causal(call, q.shape[1], k.shape[1]))
 
         return [module.register_forward_pre_hook(before, with_kwargs=True)]
 
@@ -228,16 +246,14 @@ def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None
 
 
 def _empty(site: Site) -> dict[str, AnySums]:
-    """Empty sums of one site, by name: an attention has those of rotated, of other dimensions, of values, if any."""
-    if isinstance(site, MLPSite):
-        return {site.name: SiteSums(Moments(site.width), Moments(site.width))}
+    """Empty sums of one site, by name: an attention has those of rotated and of other dimensions, if any."""
+    if not isinstance(site, AttentionSite):
+        return {site.name: SiteSums(Moments(site.inputs), Moments(site.inputs))}
     sums: dict[str, AnySums] = {}
     if site.rotary:
         sums[site.name] = SiteSums(*(PairSums(site.heads, site.groups, site.rotary.dims) for _ in range(2)))
     if site.plain_width:
         sums[site.plain_name] = SiteSums(*(Grams(site.heads, site.plain_width) for _ in range(2)))
-    if site.out is not None:
-        sums[site.out] = SiteSums(Moments(site.out_width), Moments(site.out_width))
     return sums
 
 
@@ -279,6 +295,18 @@ def _project(module: nn.Module, rows: Rows, x: Tensor) -> Tensor:
     bias = getattr(module, rows.bias)
     part = slice(rows.start, rows.stop)
     return F.linear(x, getattr(module, rows.weight)[part], None if bias is None else bias[part])
+
+
+def _identity(width: int, like: Tensor) -> nn.Linear:
+    linear = nn.Linear(width, width, bias=False, device="meta")
+    linear.weight = nn.Parameter(torch.eye(width, dtype=like.dtype, device=like.device), requires_grad=False)
+    return linear
+
+
+def _padding(name: str, call: dict[str, Any], keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Which queries and which keys (B, m, ...) of a call of nn.MultiheadAttention are real."""
+    k_mask = real(call.get("key_padding_mask"), keys.shape[:2], marks_padding=True, what=name)
+    return k_mask if call["query"] is call["key"] else None, k_mask
 
 
 def _is_causal(call: dict[str, Any], queries: int, keys: int) -> bool:

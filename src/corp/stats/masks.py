@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
-from corp.sites import Mask, MLPSite, Site
+from corp.sites import AttentionSite, Mask, Site
 
 
 class Masks:
@@ -28,7 +28,7 @@ class Masks:
         """Hooks that note the masks of every call; read at the call, so wrappers and generators do not matter."""
         wanted: dict[str, list[Mask]] = {}
         for site in sites:
-            for where in (site.mask,) if isinstance(site, MLPSite) else (site.q_mask, site.k_mask):
+            for where in (site.q_mask, site.k_mask) if isinstance(site, AttentionSite) else (site.mask,):
                 if where is not None and where not in wanted.setdefault(where.module, []):
                     wanted[where.module].append(where)
         self._seen.clear()

@@ -12,7 +12,7 @@ import torch
 
 from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
-from corp.sites import AttentionSite, MLPSite, Site
+from corp.sites import AttentionSite, Site
 from corp.stats.grams import CAUSAL_BLOCKS, FOLD_BLOCK
 from corp.stats.moments import CHUNK
 
@@ -23,12 +23,12 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def site_bytes(site: Site, samples: int | None) -> int:
     """What the sums of one site hold at the end, the held-out part included; without `samples`, at the most."""
-    if isinstance(site, MLPSite):
-        return 2 * 8 * site.width**2
+    if not isinstance(site, AttentionSite):
+        return 2 * 8 * site.inputs**2
     entries = _entries(site, samples)
     held = None if entries is None else -(-entries // HOLD_OUT_EVERY)
     pairs = 2 * 2 * 8 * site.heads * site.rotary.dims**2 if site.rotary else 0
-    return pairs + _gram_bytes(site, entries) + _gram_bytes(site, held) + 2 * 8 * site.out_width**2
+    return pairs + _gram_bytes(site, entries) + _gram_bytes(site, held)
 
 
 def _entries(site: AttentionSite, samples: int | None) -> int | None:
@@ -51,8 +51,8 @@ def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
     """What an update of one site needs on top: float32 products and centred tokens, or the entries of a first fold."""
     needs = [0]
     for site in sites:
-        if isinstance(site, MLPSite):
-            needs.append(4 * site.width**2 + 8 * CHUNK * site.width)
+        if not isinstance(site, AttentionSite):
+            needs.append(4 * site.inputs**2 + 8 * CHUNK * site.inputs)
         elif (entries := _entries(site, samples)) is None or entries > packed_size(site.plain_width):
             needs.append(_gram_bytes(site, packed_size(site.plain_width)))
     return max(needs)

@@ -1,18 +1,18 @@
-"""Attention whose queries and keys are narrower than its values: one small module per calling convention."""
+"""Attention whose queries, keys and values have widths of their own: one small module per calling convention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corp.sites import AttentionSite
-from corp.surgery.linear import Projection, fuse, last_rows, make_linear, projection_of, rows_of
+from corp.sites import AttentionSite, ValueSite
+from corp.surgery.linear import Projection, fuse, make_linear, projection_of, rows_of, unfuse
 
 _true_widths: ContextVar[bool] = ContextVar("true_widths", default=False)
 
@@ -39,33 +39,40 @@ def attend(
 ) -> Tensor:
     """softmax(scale q k^T + mask) v for q, k (B, H, n, e) and v (B, H, n, d), by the fastest kernel for these widths.
 
-    The fused CPU kernel takes equal widths only; zero-padding q and k to it is about twice as fast as
+    The fused CPU kernel takes equal widths only; zero-padding the narrower to it is about twice as fast as
     the unfused one. CUDA's memory-efficient kernel takes unequal widths as they are.
     """
+    width = v.shape[-1]
     if q.device.type != "cuda":
-        q, k = padded(q, k, v.shape[-1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal, scale=scale)
+        q, k, v = equal_widths(q, k, v)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal, scale=scale)
+    return y[..., :width]
 
 
-def padded(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """q and k with zeros up to `width`, which change no logit; as they are where operations are being counted."""
-    narrower = width - q.shape[-1]
+def equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros up to the wider of q, k and v: they change no logit, and of the result the first columns are meant.
+
+    As they are where operations are being counted.
+    """
     # A compiled graph counts nothing, and the compiler cannot look into a context variable.
-    if narrower <= 0 or (not torch.compiler.is_compiling() and _true_widths.get()):
-        return q, k
-    return F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
+    if not torch.compiler.is_compiling() and _true_widths.get():
+        return q, k, v
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
 
 
 class PackedAttention(nn.Module):
-    """timm's Attention (one `qkv` projection), with narrower queries and keys."""
+    """timm's Attention (one `qkv` projection), with narrower queries and keys, or values."""
 
-    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
+    def __init__(
+        self, dense: Any, q: Projection | None = None, k: Projection | None = None, v: Projection | None = None
+    ) -> None:
         super().__init__()
         self.num_heads: int = dense.num_heads
-        self.qk_dim = q.weight.shape[0] // self.num_heads
-        self.head_dim: int = dense.head_dim  # of the values
+        self.qk_dim, self.head_dim = widths_of(dense, q, v)  # head_dim is that of the values
         self.scale: float = dense.scale  # of the DENSE width: pruning must not change the temperature
-        self.qkv = fuse_projections(dense.qkv, q, k, values=self.num_heads * self.head_dim)
+        self.qkv = replace_parts(dense, dense.qkv, q, k, v)
         self.attn_drop = dense.attn_drop
         self.norm = getattr(dense, "norm", nn.Identity())
         self.gate = getattr(dense, "gate", None)
@@ -94,8 +101,8 @@ class PackedAttention(nn.Module):
 class RelativeAttention(PackedAttention):
     """timm's RelPosAttention: a learned bias is added to the logits; pruning Q/K does not concern it."""
 
-    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
-        super().__init__(dense, q, k)
+    def __init__(self, dense: Any, *parts: Projection | None, **named: Projection | None) -> None:
+        super().__init__(dense, *parts, **named)
         self.rel_pos = dense.rel_pos
 
     def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -105,16 +112,17 @@ class RelativeAttention(PackedAttention):
 class LatentPool(nn.Module):
     """timm's AttentionPoolLatent: learned queries look at all tokens (SigLIP's pooling)."""
 
-    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
+    def __init__(
+        self, dense: Any, q: Projection | None = None, k: Projection | None = None, v: Projection | None = None
+    ) -> None:
         super().__init__()
         self.num_heads: int = dense.num_heads
-        self.qk_dim = q.weight.shape[0] // self.num_heads
-        self.head_dim: int = dense.head_dim
+        self.qk_dim, self.head_dim = widths_of(dense, q, v)
         self.scale: float = dense.scale
         self.pool: str = dense.pool
         self.latent, self.pos_embed = dense.latent, dense.pos_embed
-        self.q = make_linear(dense.q, *q)
-        self.kv = fuse_projections(dense.kv, k, values=self.num_heads * self.head_dim)
+        self.q = dense.q if q is None else make_linear(dense.q, *q)
+        self.kv = replace_parts(dense, dense.kv, k, v)
         self.proj, self.proj_drop, self.norm, self.mlp = dense.proj, dense.proj_drop, dense.norm, dense.mlp
         self.train(dense.training)
 
@@ -138,10 +146,23 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def fuse_projections(dense: Any, *parts: Projection, values: int) -> nn.Module:
-    """One layer out of narrowed parts and the last `values` rows of `dense`, which stay as they are."""
-    kept = last_rows(projection_of(dense), values)
-    return make_linear(dense, *fuse(dense.weight, [*parts, kept]))
+def widths_of(dense: Any, q: Projection | None, v: Projection | None) -> tuple[int, int]:
+    """Of a head's queries and keys, and of its values, where those that are given replace the ones of `dense`."""
+    qk_dim = getattr(dense, "qk_dim", dense.head_dim) if q is None else len(q.weight) // dense.num_heads
+    return qk_dim, dense.head_dim if v is None else len(v.weight) // dense.num_heads
+
+
+def replace_parts(dense: Any, packed: Any, *parts: Projection | None) -> nn.Module:
+    """The packed projection of `dense` with those of its parts that are given in place of its own."""
+    new = replaced(projection_of(packed), dense.num_heads * dense.head_dim, *parts)
+    return make_linear(packed, *fuse(packed.weight, new))
+
+
+def replaced(whole: Projection, values: int, *parts: Projection | None) -> list[Projection]:
+    """The parts of a packed projection, equally high but for the `values` rows of the last, or what replaces them."""
+    others = (len(whole.weight) - values) // (len(parts) - 1)
+    own = unfuse(whole, [*[others] * (len(parts) - 1), values])
+    return [new or old for new, old in zip(parts, own, strict=True)]
 
 
 class HeadMaps(NamedTuple):
@@ -151,15 +172,27 @@ class HeadMaps(NamedTuple):
     k: Sequence[Tensor]
 
 
-def shrink_attention(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], maps: HeadMaps | None) -> None:
+Parts: TypeAlias = dict[str, Any]  # what an attention is built around: q, k, v, and the frequencies it kept
+
+
+def narrow_queries(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], maps: HeadMaps | None) -> Parts:
     """Keep the dimensions kept[g] (e,) of every key head and of the query heads that share it, mapped if given."""
-    dense = model.get_submodule(site.name)
     shared = site.heads // site.groups
     q = _narrow(rows_of(model, site.q), [group for group in kept for _ in range(shared)], maps and maps.q)
     k = _narrow(rows_of(model, site.k), kept, maps and maps.k)
     which = {"kept": torch.stack(list(kept))} if site.rotary else {}  # it has to know its frequencies
-    model.set_submodule(site.name, site.build(dense, q, k, **which))
-    _without_nested_tensors(model, site.name)
+    return {"q": q, "k": k, **which}
+
+
+def narrow_values(model: nn.Module, site: ValueSite, kept: Sequence[Tensor], maps: Sequence[Tensor] | None) -> Parts:
+    """Keep the dimensions kept[g] (e,) of every value head, mapped (e, d) if given."""
+    return {"v": _narrow(rows_of(model, site.v), kept, maps)}
+
+
+def replace_attention(model: nn.Module, site: AttentionSite | ValueSite, parts: Parts) -> None:
+    """Put an attention around the new parts where the dense one was."""
+    model.set_submodule(site.attention, site.build(model.get_submodule(site.attention), **parts))
+    _without_nested_tensors(model, site.attention)
 
 
 def _without_nested_tensors(model: nn.Module, name: str) -> None:

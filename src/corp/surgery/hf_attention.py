@@ -1,4 +1,4 @@
-"""Attention in transformers' calling convention, with queries and keys narrower than its values.
+"""Attention in transformers' calling convention, whose queries and keys, and values, have widths of their own.
 
 The dense module's class stays a base of the narrowed one, because transformers finds the modules whose weights it
 returns (output_attentions) by class; its forward is not used. Which attention kernel runs is the library's business:
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from corp.numerics.rotary import rotate
-from corp.surgery.attention import attend, padded, split_heads
-from corp.surgery.linear import Projection, fuse, last_rows, make_linear, projection_of
+from corp.surgery.attention import attend, equal_widths, split_heads
+from corp.surgery.linear import Projection, fuse, make_linear, projection_of, unfuse
 
 Lookup = Callable[[Any], Callable[..., tuple[Tensor, Tensor | None]]]
 
@@ -43,24 +43,34 @@ class Names:
     by_head: bool = False
     extras: tuple[tuple[str, str], ...] = ()
 
-    def part_with(self, letter: str) -> str:
-        return next(name for name, letters in self.parts if letter in letters)
-
     def count_heads(self, module: Any) -> tuple[int, int]:
         """Of queries, and of keys and values."""
         heads: int = attrgetter(self.heads)(module)
         return heads, heads if self.kv_heads is None else attrgetter(self.kv_heads)(module)
 
-    def values_of(self, module: Any, name: str) -> Projection:
-        """The values' part of the packed projection `name`."""
-        whole, heads = projection_of(getattr(module, name)), self.count_heads(module)[1]
-        width: int = attrgetter(self.head_dim)(module)
-        if not self.by_head:
-            return last_rows(whole, heads * width)
-        weight = whole.weight.unflatten(0, (heads, -1))[:, -width:].flatten(0, 1)
-        return Projection(
-            weight, None if whole.bias is None else whole.bias.unflatten(0, (heads, -1))[:, -width:].flatten()
-        )
+    def value_width(self, module: Any) -> int:
+        """Of one head, whether narrowed or not."""
+        width: int = getattr(module, "v_dim", None) or attrgetter(self.head_dim)(module)
+        return width
+
+    def split(self, module: Any, name: str, letters: str) -> dict[str, Projection]:
+        """What the projection `name` of a module holds, by letter."""
+        whole, (heads, kv_heads) = projection_of(getattr(module, name)), self.count_heads(module)
+        counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+        values = kv_heads * self.value_width(module) if "v" in letters else 0
+        others = [counts[one] for one in letters if one != "v"]
+        width = (len(whole.weight) - values) // sum(others) if others else 0  # of a query or key head
+        rows = [values if one == "v" else counts[one] * width for one in letters]
+        if self.by_head:
+            whole = _head_last(whole, heads)
+        return dict(zip(letters, unfuse(whole, rows), strict=True))
+
+
+def _head_last(whole: Projection, heads: int) -> Projection:
+    """From q, k and v of one head after the other to all of q, all of k and all of v; the three are equally wide."""
+    weight = whole.weight.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    bias = None if whole.bias is None else whole.bias.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten()
+    return Projection(weight, bias)
 
 
 class NarrowAttention(nn.Module):
@@ -71,21 +81,34 @@ class NarrowAttention(nn.Module):
     convention: ClassVar[type[NarrowAttention]]
     dense_class: ClassVar[type[nn.Module]]
 
-    def __init__(self, dense: Any, q: Projection, k: Projection, *, names: Names, cross: bool, lookup: Lookup) -> None:
+    def __init__(
+        self,
+        dense: Any,
+        q: Projection | None,
+        k: Projection | None,
+        v: Projection | None,
+        *,
+        names: Names,
+        cross: bool,
+        lookup: Lookup,
+    ) -> None:
         nn.Module.__init__(self)  # not the dense class's: its layers would be made only to be replaced
         for key, value in vars(dense).items():
             vars(self)[key] = value.copy() if isinstance(value, dict) else value
         self.names, self.cross, self.lookup = names, cross, lookup
         self.qk_heads, self.kv_count = names.count_heads(dense)
-        self.qk_dim = len(q.weight) // self.qk_heads
-        self.v_dim: int = attrgetter(names.head_dim)(dense)
         # Of the DENSE width: pruning must not change the temperature.
-        self.qk_scale: float = getattr(dense, names.scale) if names.scale else self.v_dim**-0.5
-        narrow = {"q": q, "k": k}
+        self.qk_scale: float = getattr(dense, names.scale) if names.scale else attrgetter(names.head_dim)(dense) ** -0.5
+        given = {"q": q, "k": k, "v": v}
         for name, letters in names.parts:
-            if letters != "v":
+            own = names.split(dense, name, letters)
+            parts = [given[letter] or own[letter] for letter in letters]
+            if "q" in letters:
+                self.qk_dim = len(parts[letters.index("q")].weight) // self.qk_heads
+            if "v" in letters:
+                self.v_dim = len(parts[letters.index("v")].weight) // self.kv_count
+            if any(given[letter] for letter in letters) or names.by_head:
                 linear = getattr(dense, name)
-                parts = [narrow[letter] if letter in narrow else names.values_of(dense, name) for letter in letters]
                 setattr(self, name, make_linear(linear, *fuse(linear.weight, parts)))
 
     def extra_repr(self) -> str:
@@ -153,10 +176,11 @@ class NarrowAttention(nn.Module):
         # A single query gains nothing from the fused kernel, and padding would copy the whole cache.
         single = kernel == "sdpa" and (q.device.type == "cuda" or q.shape[2] == 1)
         if kernel not in ("eager", None) and not single:
-            q, k = padded(q, k, v.shape[-1])
+            q, k, v = equal_widths(q, k, v)
         drop = self._dropout() if self.training else 0.0
         kwargs = {**{name: self._named(place) for name, place in self.names.extras}, **kwargs}
-        return self.lookup(self)(self, q, k, v, mask, dropout=drop, scaling=self.qk_scale, **kwargs)
+        y, weights = self.lookup(self)(self, q, k, v, mask, dropout=drop, scaling=self.qk_scale, **kwargs)
+        return y[..., : self.v_dim], weights
 
     def _named(self, place: str) -> Any:
         found: Any = self
@@ -180,12 +204,14 @@ class RotaryAttention(NarrowAttention):
 
     frequencies: Tensor  # (K, e): which rotated dimensions each key head kept
 
-    def __init__(self, dense: Any, q: Projection, k: Projection, *, kept: Tensor, **options: Any) -> None:
-        super().__init__(dense, q, k, **options)
+    def __init__(self, dense: Any, *parts: Projection | None, kept: Tensor | None = None, **options: Any) -> None:
+        super().__init__(dense, *parts, **options)
         dims = rotated_dims(dense)
+        if kept is None:  # all of them
+            kept = torch.arange(self.qk_dim).repeat(self.kv_count, 1)
         self.turned = int((kept[0] < dims).sum())
-        index = kept[:, : self.turned].to(q.weight.device)
-        self.register_buffer("frequencies", index, persistent=False)
+        device = next(self.parameters()).device
+        self.register_buffer("frequencies", kept[:, : self.turned].to(device), persistent=False)
 
     def forward(  # type: ignore[override]
         self,
@@ -246,8 +272,9 @@ class BiasedAttention(NarrowAttention):
 
 def narrow(
     dense: nn.Module,
-    q: Projection,
-    k: Projection,
+    q: Projection | None = None,
+    k: Projection | None = None,
+    v: Projection | None = None,
     *,
     names: Names,
     cross: bool,
@@ -257,7 +284,7 @@ def narrow(
 ) -> NarrowAttention:
     """The narrowed version of `dense`, which may have been narrowed before."""
     cls = type(dense) if isinstance(dense, NarrowAttention) else narrowed(convention, type(dense))
-    return cls(dense, q, k, names=names, cross=cross, lookup=lookup, **more)
+    return cls(dense, q, k, v, names=names, cross=cross, lookup=lookup, **more)
 
 
 _classes: dict[tuple[type, type], type[NarrowAttention]] = {}

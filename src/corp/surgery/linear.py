@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from corp.numerics.affine import Folded
-from corp.sites import MLPSite, Rows
+from corp.sites import LinearSite, MLPSite, Rows
 
 
 class Projection(NamedTuple):
@@ -90,9 +91,10 @@ def fuse(like: Tensor, parts: list[Projection]) -> Projection:
     )
 
 
-def last_rows(whole: Projection, count: int) -> Projection:
-    """The values' rows: they come last in every packing, whatever the width of queries and keys."""
-    return Projection(whole.weight[-count:], None if whole.bias is None else whole.bias[-count:])
+def unfuse(whole: Projection, rows: Sequence[int]) -> list[Projection]:
+    """The inverse of `fuse`: parts with so many rows each."""
+    biases = [None] * len(rows) if whole.bias is None else whole.bias.split(list(rows))
+    return [Projection(*part) for part in zip(whole.weight.split(list(rows)), biases, strict=True)]
 
 
 def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | None, *, bias: bool) -> None:
@@ -108,7 +110,11 @@ def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | N
         index = index.to(up.weight.device)
         kept_bias = None if up.bias is None else up.bias[index]
         model.set_submodule(module, make_linear(model.get_submodule(module), up.weight[index], kept_bias))
+    shrink_down(model, site, kept, folded, bias=bias)
 
+
+def shrink_down(model: nn.Module, site: LinearSite, kept: Tensor, folded: Folded | None, *, bias: bool) -> None:
+    """Of the layer that consumes the site's channels or values, keep the inputs `kept` (S,); see shrink_mlp."""
     down = projection_at(model, site.down)
     weight = down.weight[:, kept.to(down.weight.device)] if folded is None else folded.W
     new_bias: Tensor | None = None

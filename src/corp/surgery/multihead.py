@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention with narrower queries and keys, in its own calling convention."""
+"""nn.MultiheadAttention with narrower queries and keys, or values, in its own calling convention."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import ModelError
-from corp.surgery.attention import attend, split_heads
-from corp.surgery.linear import Projection, fuse, last_rows, new_parameter
+from corp.surgery.attention import attend, replaced, split_heads, widths_of
+from corp.surgery.linear import Projection, fuse, new_parameter
 
 
 class NarrowMultihead(nn.Module):
-    """Takes and returns what nn.MultiheadAttention does. Parameters keep their names; in_proj is 2 H e + D rows high.
+    """Takes and returns what nn.MultiheadAttention does. Parameters keep their names.
 
     nn.TransformerEncoderLayer has a fast path that reads the parameters of `self_attn` instead of calling it; it
     leaves modules alone whose `_qkv_same_embed_dim` is False.
@@ -21,17 +21,19 @@ class NarrowMultihead(nn.Module):
 
     _qkv_same_embed_dim = False
 
-    def __init__(self, dense: Any, q: Projection, k: Projection) -> None:
+    def __init__(
+        self, dense: Any, q: Projection | None = None, k: Projection | None = None, v: Projection | None = None
+    ) -> None:
         super().__init__()
         self.embed_dim: int = dense.embed_dim
         self.num_heads: int = dense.num_heads
-        self.head_dim: int = dense.head_dim  # of the values
-        self.qk_dim = len(q.weight) // self.num_heads
-        self.scale = getattr(dense, "scale", self.head_dim**-0.5)  # of the DENSE width
+        self.qk_dim, self.head_dim = widths_of(dense, q, v)  # head_dim is that of the values
+        self.scale = getattr(dense, "scale", dense.head_dim**-0.5)  # of the DENSE width
         self.batch_first: bool = dense.batch_first
         self.dropout: float = dense.dropout
-        whole = Projection(dense.in_proj_weight.detach(), dense.in_proj_bias)
-        weight, bias = fuse(dense.in_proj_weight, [q, k, last_rows(whole, self.embed_dim)])
+        bias = None if dense.in_proj_bias is None else dense.in_proj_bias.detach()
+        whole = Projection(dense.in_proj_weight.detach(), bias)
+        weight, bias = fuse(dense.in_proj_weight, replaced(whole, dense.num_heads * dense.head_dim, q, k, v))
         self.in_proj_weight = new_parameter(weight, dense.in_proj_weight)
         self.in_proj_bias: nn.Parameter | None
         self.register_parameter("in_proj_bias", None if bias is None else new_parameter(bias, dense.in_proj_weight))
@@ -75,7 +77,7 @@ class NarrowMultihead(nn.Module):
 
     def _project(self, inputs: list[Tensor], same: bool) -> list[Tensor]:
         narrow = self.num_heads * self.qk_dim
-        widths = (narrow, narrow, self.embed_dim)
+        widths = (narrow, narrow, self.num_heads * self.head_dim)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(widths)
         if same:  # self-attention: one matrix product
             packed = nn.functional.linear(inputs[0], self.in_proj_weight, self.in_proj_bias)

@@ -1,0 +1,110 @@
+"""The options that make a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from corp.errors import RecipeError
+from corp.recipe import PRESETS, RANKINGS, Recipe
+
+Mlp = Annotated[float | None, typer.Option(help="Share of MLP hidden channels to remove, 0 <= s < 1.")]
+Attn = Annotated[float | None, typer.Option(help="Share of every head's Q/K dimensions to remove, 0 <= s < 1.")]
+Vo = Annotated[float | None, typer.Option(help="Share of every head's value dimensions to remove, 0 <= s < 1.")]
+EqualHeads = Annotated[
+    bool, typer.Option("--equal-heads", help="Make values as wide as queries and keys: fused kernels, smaller caches.")
+]
+VoBasis = Annotated[
+    str, typer.Option(help="subspace: turn every head's values first; coordinates: keep dimensions as they are.")
+]
+Sparsity = Annotated[float | None, typer.Option(help="The same share for --mlp and --attn.")]
+Preset = Annotated[str, typer.Option(help=f"Sets the next three: {', '.join(PRESETS)}.")]
+Rank = Annotated[str, typer.Option(help=f"MLP ranking: {', '.join(RANKINGS)}.", show_default="the preset's")]
+Compensate = Annotated[str, typer.Option(help="full, mean (bias only) or none.", show_default="the preset's")]
+Intercept = Annotated[
+    str,
+    typer.Option(
+        help="May compensation use a bias? auto (where there is one), yes or no.", show_default="the preset's"
+    ),
+]
+Ridge = Annotated[float, typer.Option(help="Ridge, relative to the mean diagonal of the system.")]
+RoundTo = Annotated[
+    str, typer.Option(help="Round kept widths up: a number, e.g. mlp=64,head=8, or fast, which is that.")
+]
+Skip = Annotated[list[str] | None, typer.Option(help="Glob over site names to leave alone; may be repeated.")]
+Override = Annotated[
+    list[str] | None, typer.Option(help="Other sparsities, e.g. 'blocks.0.*:mlp=0.2,attn=0,vo=0'; may be repeated.")
+]
+
+_INTERCEPTS: dict[str, bool | str] = {"": "", "auto": "auto", "yes": True, "no": False}
+
+
+def make_recipe(
+    mlp: float | None,
+    attn: float | None,
+    vo: float | None,
+    equal_heads: bool,
+    sparsity: float | None,
+    preset: str,
+    rank: str,
+    compensate: str,
+    intercept: str,
+    ridge: float,
+    vo_basis: str,
+    round_to: str,
+    skip: list[str] | None,
+    override: list[str] | None,
+) -> Recipe:
+    if sparsity is not None and (mlp is not None or attn is not None):
+        raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
+    if all(share is None for share in (sparsity, mlp, attn, vo)):
+        raise RecipeError("nothing to prune: give --sparsity 0.5, or some of --mlp, --attn and --vo")
+    if intercept not in _INTERCEPTS:
+        raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
+    both = 0.0 if sparsity is None else sparsity
+    return Recipe(
+        mlp=both if mlp is None else mlp,
+        attn=both if attn is None else attn,
+        vo=vo or 0.0,
+        equal_heads=equal_heads,
+        preset=preset,
+        rank=rank,
+        compensate=compensate,
+        intercept=_INTERCEPTS[intercept],
+        ridge=ridge,
+        vo_basis=vo_basis,
+        round_to=_rounding(round_to),
+        skip=tuple(skip or ()),
+        overrides=dict(_override(text) for text in override or ()),
+    )
+
+
+def _rounding(text: str) -> Any:
+    if text == "fast":
+        return text
+    return _pairs(text, int, "--round-to") if "=" in text else parse_number(text, int, "--round-to")
+
+
+def _override(text: str) -> tuple[str, dict[str, Any]]:
+    glob, colon, changes = text.rpartition(":")
+    if not colon or not glob:
+        raise RecipeError(f"--override {text!r} should look like 'blocks.0.*:mlp=0.2,attn=0'")
+    return glob, _pairs(changes, float, "--override")
+
+
+def _pairs(text: str, kind: type, option: str) -> dict[str, Any]:
+    pairs = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise RecipeError(f"{option}: {part!r} should look like name=number")
+        pairs[key.strip()] = parse_number(value, kind, option)
+    return pairs
+
+
+def parse_number(text: str, kind: type, option: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RecipeError(f"{option}: {text!r} is not a number") from None

@@ -1,0 +1,121 @@
+"""Which directions of every head's values to keep: a basis per head in which the leading ones carry the output.
+
+The output projection computes y = W z from z = (z_1 ... z_H), every head's averaged values, with covariance Sigma. What
+a head makes of its z_h does not depend on the basis: with any invertible T_h, T_h z_h and W_h T_h^-1 do the same. So
+the heads are turned first, and then dimensions are removed and predicted from the others as in an MLP.
+
+Of one head alone the best r directions are the leading ones of W_h Sigma_h^1/2. But heads share the projection, and the
+compensation uses them all: given what the others keep (S), the directions of head h that explain most of what is left
+are the leading ones of K C^-1/2, with
+
+    C = Sigma_hh - Sigma_hS Sigma_SS^-1 Sigma_Sh        K = W Sigma_:h - W Sigma_:S Sigma_SS^-1 Sigma_Sh.
+
+A sweep does that for one head after the other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from corp.numerics.linalg import mean_diagonal, solve_ridge
+
+SWEEPS = 2  # the second changes little, a third nothing
+LEAST_RIDGE = 1e-6  # directions that never vary must not be blown up; this only chooses, the fit has its own ridge
+
+
+class Basis(NamedTuple):
+    """T of every value head, leading directions first, and its inverse; a head's directions are uncorrelated."""
+
+    to: Tensor  # (G, d, d)
+    back: Tensor  # (G, d, d)
+
+
+class Turned(NamedTuple):
+    """The output projection and the moments of its input, in another basis."""
+
+    W: Tensor  # (o, H d)
+    mean: Tensor  # (H d,)
+    cov: Tensor  # (H d, H d)
+
+
+def value_basis(
+    W: Tensor, cov: Tensor, heads: int, groups: int, keep: int, *, ridge: float, sweeps: int = SWEEPS
+) -> Basis:
+    """The basis in which every head's first `keep` directions are to be kept; W (o, H d), cov (H d, H d), float64.
+
+    Query heads that share a value head (groups < heads) share its basis: what they lose is added up.
+    """
+    d = len(cov) // heads
+    shared = heads // groups
+    ridge = max(ridge, LEAST_RIDGE)
+    bases = []
+    for g in range(groups):
+        members = [slice(h * d, (h + 1) * d) for h in range(g * shared, (g + 1) * shared)]
+        C = torch.stack([cov[part, part] for part in members]).mean(0)
+        K = torch.cat([W[:, part] @ C for part in members])  # (R o, d)
+        bases.append(_leading(C, K.mT @ K, ridge))
+    basis = Basis(torch.stack([b.to for b in bases]), torch.stack([b.back for b in bases]))
+    for _ in range(sweeps if keep < d and groups > 1 else 0):
+        basis = _sweep(W, cov, basis, heads, keep, ridge)
+    return basis
+
+
+def turn(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Turned:
+    """The same layer on turned inputs: W T^-1, T mu, T Sigma T^T."""
+    shared = heads // len(basis.to)
+    to, back = (part.repeat_interleave(shared, dim=0) for part in basis)  # (H, d, d)
+    D, d = len(mean), to.shape[-1]
+    half = (to @ cov.view(heads, d, D)).view(D, D)
+    whole = (to @ half.mT.reshape(heads, d, D)).view(D, D)
+    W_h = W.view(len(W), heads, d).transpose(0, 1)  # (H, o, d)
+    turned = (W_h @ back).transpose(0, 1).reshape(len(W), D)
+    return Turned(turned, (to @ mean.view(heads, d, 1)).view(D), whole.mT)
+
+
+def kept_inputs(kept: list[Tensor], width: int, heads: int) -> Tensor:
+    """Of the kept dimensions of every value head, their places among all inputs of the output projection."""
+    shared = heads // len(kept)
+    return torch.cat([h * width + kept[h // shared] for h in range(heads)])
+
+
+def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: float) -> Basis:
+    """Choose every head's directions anew, given what the others keep."""
+    groups, d, _ = basis.to.shape
+    shared = heads // groups
+    to, back = (part.clone() for part in basis)
+    W, _, cov = turn(W, W.new_zeros(len(cov)), cov, basis, heads)
+    cross = W @ cov  # (o, H d)
+    leading = torch.arange(heads * d).view(heads, d)[:, :keep]
+    for g in range(groups):
+        members = range(g * shared, (g + 1) * shared)
+        S = torch.cat([leading[h] for h in range(heads) if h not in members])
+        inside = torch.cat([torch.arange(h * d, (h + 1) * d) for h in members])
+        lam = ridge * mean_diagonal(cov[S[:, None], S])
+        X = solve_ridge(cov[S[:, None], S], cov[S[:, None], inside], lam)  # (S, R d)
+        K = cross[:, inside] - cross[:, S] @ X
+        C = cov[inside[:, None], inside] - cov[inside[:, None], S] @ X
+        parts = [slice(i * d, (i + 1) * d) for i in range(shared)]
+        pooled = torch.stack([C[part, part] for part in parts]).mean(0)
+        gram = sum((K[:, part].mT @ K[:, part] for part in parts), K.new_zeros(d, d))
+        # A rotation, with the same leading subspaces: what is scaled once more at every step ends in rounding errors.
+        Q = torch.linalg.qr(_leading(pooled, gram, ridge).to.mT).Q
+        to[g], back[g] = Q.mT @ to[g], back[g] @ Q
+        for h in members:
+            part = slice(h * d, (h + 1) * d)
+            cov[part] = Q.mT @ cov[part]
+            cov[:, part] = cov[:, part] @ Q
+            cross[:, part] = cross[:, part] @ Q
+    return Basis(to, back)
+
+
+def _leading(C: Tensor, gram: Tensor, ridge: float) -> Basis:
+    """Directions P maximising tr(P gram P^T (P C P^T)^-1), best first, with unit variance under C."""
+    values, vectors = torch.linalg.eigh(C)
+    values = values.clamp(min=0)
+    values = values + ridge * values.mean().clamp(min=torch.finfo(C.dtype).tiny)
+    root, inverse = (vectors * values**power @ vectors.mT for power in (0.5, -0.5))
+    U = torch.linalg.eigh(inverse @ gram @ inverse).eigenvectors.flip(-1)
+    return Basis(U.mT @ inverse, root @ U)
