@@ -19,7 +19,7 @@ LEVELS = {
     "plan": 4, "surgery": 4,
     "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "api": 7, "demo": 7,
+    "budget": 6, "api": 7, "demo": 7,
     "export": 8, "sweeping": 8,
     "storage": 9,
     "cli": 10, "__main__": 11,

@@ -18,7 +18,8 @@ from torch import nn
 
 from corp import workers
 from corp.adapters.registry import find_sites
-from corp.batches import Forward, evaluating, example, move
+from corp.batches import Forward, evaluating, example, move, placement
+from corp.budget import budget_of, uniform
 from corp.calibration import Job, Progress, Settings
 from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
 from corp.folding import Planned, apply_sites
@@ -89,10 +90,15 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progr
         raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
     sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights})
+    require_prunable(sites, recipe)
+    budget = budget_of(model, sites, recipe, stats.inputs)
+    asked = recipe if budget is None else uniform(sites, recipe, budget)
     planned = []
-    for site, keep in wanted_sites(sites, recipe):
+    for site in sites:
         with _at_site(site):
-            planned.append(_plan_site(model, site, keep, stats, recipe))
+            keep = width_of(site, sites, asked)
+            if keep < site.width:
+                planned.append(_plan_site(model, site, keep, stats, asked))
         if progress:
             progress(1)
     _warn_if_weak(planned, stats)
@@ -123,7 +129,7 @@ def prune(
     """calibrate, plan and apply in a row, and nothing else."""
     if not isinstance(recipe, Recipe):
         raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
-    wanted_sites(find_sites(model), recipe)  # a request that cannot be met fails before the data pass, not after it
+    require_prunable(find_sites(model), recipe)  # a request that cannot be met fails before the data pass, not after it
     stats = calibrate(model, batches, forward=forward, progress=progress)
     return apply(model, stats, plan(model, stats, recipe))
 
@@ -170,26 +176,20 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the model's first parameter."""
-    first = next(model.parameters(), torch.empty(0))
-    return first.device, first.dtype
-
-
-def wanted_sites(sites: Sites, recipe: Recipe) -> list[tuple[Site, int]]:
-    """The sites this recipe narrows, and to what; asking for one that cannot be pruned is an error unless skipped."""
+def require_prunable(sites: Sites, recipe: Recipe) -> None:
+    """Asking for a site that cannot be pruned is an error unless it is skipped; a budget asks for none by name."""
     names = [entry.name for entry in (*sites, *sites.refused)]
     for glob in (*recipe.skip, *recipe.overrides):
         if not any(fnmatchcase(name, glob) for name in names):
             raise PlanError(f"the glob {glob!r} matches no site; they are called {_some(names)}")
+    if recipe.has_target:
+        return
     refused = [r for r in sites.refused if recipe.sparsity(r.kind, r.name) > 0 and not recipe.skips(r.name)]
     if refused:
         reasons = "; ".join(f"{r.name} ({r.kind}): {r.reason}" for r in refused[:3])
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
         raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")
-    widths = [(site, width_of(site, sites, recipe)) for site in sites]
-    return [(site, keep) for site, keep in widths if keep < site.width]
 
 
 def _plan_site(model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe) -> SitePlan:

@@ -41,6 +41,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the model's first parameter."""
+    first = next(model.parameters(), torch.empty(0))
+    return first.device, first.dtype
+
+
 def inputs_of(batch: Any) -> Any:
     return batch[0] if isinstance(batch, tuple | list) and batch else batch
 

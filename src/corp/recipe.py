@@ -37,6 +37,9 @@ class Recipe:
     mlp, attn    share of MLP hidden channels / of each head's Q/K dimensions to remove, in [0, 1)
     vo           the same of each head's value dimensions, which the output projection takes
     equal_heads  values become as wide as queries and keys (which decide): the fused attention kernel, a smaller cache
+    target_macs, target_params
+                 instead of shares: the largest equal ones of MLP and Q/K (and values, with equal_heads) after which the
+                 model has at most this share of the dense one's multiply-accumulates or parameters
     preset       "paper", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets the
                  next three where they are not given
     rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active", "wanda",
@@ -55,6 +58,8 @@ class Recipe:
     attn: float = 0.0
     vo: float = 0.0
     equal_heads: bool = False
+    target_macs: float | None = None
+    target_params: float | None = None
     preset: str = "paper"
     rank: str = ""
     compensate: str = ""
@@ -69,6 +74,7 @@ class Recipe:
         put = object.__setattr__  # the dataclass is frozen; this is its constructor
         for kind in KINDS:
             put(self, kind, _sparsity(kind, getattr(self, kind)))
+        self._check_targets()
         _one_of("preset", self.preset, tuple(PRESETS))
         for name, value in zip(("rank", "compensate", "intercept"), PRESETS[self.preset], strict=True):
             if getattr(self, name) == "":
@@ -94,6 +100,26 @@ class Recipe:
             )
         if self.equal_heads:
             put(self, "vo", self.attn)
+
+    @property
+    def has_target(self) -> bool:
+        """Are widths chosen to meet a budget, instead of given as shares?"""
+        return self.target_macs is not None or self.target_params is not None
+
+    def _check_targets(self) -> None:
+        for name in ("target_macs", "target_params"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
+                raise RecipeError(f"{name}={value!r} must be a share of the dense model's, 0 < {name} <= 1")
+            object.__setattr__(self, name, float(value))
+        if self.target_macs is not None and self.target_params is not None:
+            raise RecipeError("give target_macs or target_params, not both")
+        if self.has_target and (given := [kind for kind in KINDS if getattr(self, kind)]):
+            raise RecipeError(
+                f"a target chooses the widths itself: {', '.join(given)} cannot go with it; use overrides"
+            )
 
     def sparsity(self, kind: str, name: str) -> float:
         """The sparsity asked for at the site `name` of this kind."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from corp.api import placement
+from corp.batches import placement
 from corp.cli.console import note, progress, show_table
 from corp.cli.models import classes_of, preprocessing_of
 from corp.errors import DataError, ModelError

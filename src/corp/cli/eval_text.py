@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from corp.api import placement
+from corp.batches import placement
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
 from corp.cli.eval_images import percent, plus_minus

@@ -10,7 +10,8 @@ import typer
 from torch import nn
 
 from corp.adapters.registry import find_sites
-from corp.api import calibrate, placement, wanted_sites
+from corp.api import calibrate, require_prunable
+from corp.batches import placement
 from corp.calibration import Settings
 from corp.cli.console import note, progress
 from corp.cli.models import chosen_device as chosen_device
@@ -125,7 +126,7 @@ def calibrated(
     home = source.device if settings.offload is None else "cpu"
     model = place(load_model(source.model, source.weights), home, source.dtype)
     if recipe is not None:
-        wanted_sites(find_sites(model), recipe)
+        require_prunable(find_sites(model), recipe)
     batches = calibration_batches(model, source)
     origin = {
         "model": source.model,

@@ -18,6 +18,12 @@ EqualHeads = Annotated[
 VoBasis = Annotated[
     str, typer.Option(help="subspace: turn every head's values first; coordinates: keep dimensions as they are.")
 ]
+TargetMacs = Annotated[
+    float | None, typer.Option(help="Instead of shares: at most this share of the dense multiply-accumulates.")
+]
+TargetParams = Annotated[
+    float | None, typer.Option(help="Instead of shares: at most this share of the dense parameters.")
+]
 Sparsity = Annotated[float | None, typer.Option(help="The same share for --mlp and --attn.")]
 Preset = Annotated[str, typer.Option(help=f"Sets the next three: {', '.join(PRESETS)}.")]
 Rank = Annotated[str, typer.Option(help=f"MLP ranking: {', '.join(RANKINGS)}.", show_default="the preset's")]
@@ -45,6 +51,8 @@ def make_recipe(
     attn: float | None,
     vo: float | None,
     equal_heads: bool,
+    target_macs: float | None,
+    target_params: float | None,
     sparsity: float | None,
     preset: str,
     rank: str,
@@ -58,8 +66,8 @@ def make_recipe(
 ) -> Recipe:
     if sparsity is not None and (mlp is not None or attn is not None):
         raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
-    if all(share is None for share in (sparsity, mlp, attn, vo)):
-        raise RecipeError("nothing to prune: give --sparsity 0.5, or some of --mlp, --attn and --vo")
+    if all(share is None for share in (sparsity, mlp, attn, vo, target_macs, target_params)):
+        raise RecipeError("nothing to prune: give --sparsity 0.5, some of --mlp, --attn and --vo, or --target-macs 0.6")
     if intercept not in _INTERCEPTS:
         raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
     both = 0.0 if sparsity is None else sparsity
@@ -68,6 +76,8 @@ def make_recipe(
         attn=both if attn is None else attn,
         vo=vo or 0.0,
         equal_heads=equal_heads,
+        target_macs=target_macs,
+        target_params=target_params,
         preset=preset,
         rank=rank,
         compensate=compensate,

@@ -1,0 +1,84 @@
+"""From a budget to widths: the largest uniform ones that do not exceed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from corp.batches import evaluating, example, move, placement
+from corp.errors import PlanError
+from corp.measure.cost import count_macs, count_params
+from corp.measure.units import Unit, unit_costs
+from corp.recipe import Recipe
+from corp.sites import Sites
+from corp.widths import width_of
+
+STEPS = 40  # bisections: finer than any width
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model may cost, and what it costs with given widths."""
+
+    what: str  # "macs" or "params"
+    share: float
+    dense: int
+    units: Mapping[str, Unit]
+
+    @property
+    def limit(self) -> int:
+        return int(self.share * self.dense)
+
+    def cost(self, sites: Sites, widths: Mapping[str, int]) -> int:
+        """With these widths; sites that are not named keep theirs."""
+        saved = (self.unit(site.name) * (site.width - widths.get(site.name, site.width)) for site in sites)
+        return self.dense - sum(saved)
+
+    def unit(self, name: str) -> int:
+        cost: int = getattr(self.units[name], self.what)
+        return cost
+
+
+def budget_of(model: nn.Module, sites: Sites, recipe: Recipe, inputs: object) -> Budget | None:
+    """The recipe's target, if it has one, measured on this model; `inputs` is the shape of one sample."""
+    if recipe.target_params is not None:
+        return Budget("params", recipe.target_params, count_params(model), unit_costs(model, sites, None))
+    if recipe.target_macs is None:
+        return None
+    if inputs is None:
+        raise PlanError(
+            "target_macs: the shape of the model's inputs is not known, because they went through forward=...; "
+            "give target_params instead"
+        )
+    device, dtype = placement(model)
+    batch = move(example(inputs, device), device, dtype)
+    with evaluating(model):
+        return Budget("macs", recipe.target_macs, count_macs(model, batch), unit_costs(model, sites, batch))
+
+
+def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
+    """The recipe with the smallest shares, equal for all kinds, that meet the budget."""
+
+    def with_share(share: float) -> Recipe:
+        values = share if recipe.equal_heads else recipe.vo
+        return replace(recipe, mlp=share, attn=share, vo=values, target_macs=None, target_params=None)
+
+    def fits(share: float) -> bool:
+        asked = with_share(share)
+        return budget.cost(sites, {site.name: width_of(site, sites, asked) for site in sites}) <= budget.limit
+
+    low, high = 0.0, 1 - 1e-9
+    if not fits(high):
+        least = budget.cost(sites, {site.name: width_of(site, sites, with_share(high)) for site in sites})
+        raise PlanError(
+            f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
+            f"{least / budget.dense:.3f} of the dense {budget.what}; raise it, or skip less"
+        )
+    if fits(low):
+        return with_share(0.0)
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return with_share(high)
