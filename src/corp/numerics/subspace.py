@@ -44,6 +44,9 @@ class LogitSums(Protocol):
     def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
         """sum_b vech(B g_k B^T) vech(A g_q A^T)^T; without a map that side stays as it is."""
 
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
+
 
 class Subspace(NamedTuple):
     """q' = A q for each of the R query heads that share k' = B k."""
@@ -72,7 +75,7 @@ def width_errors(heads: Sequence[LogitSums], whole: Subspace) -> Tensor:
 
     What is lost are the products of the rows left out, so J is the sum of a trailing block of their energies.
     """
-    E = torch.stack([_energy(head, A, whole.B) for head, A in zip(heads, whole.A, strict=True)]).sum(0)  # (d, d)
+    E = torch.stack([head.mapped_energy(A, whole.B) for head, A in zip(heads, whole.A, strict=True)]).sum(0)  # (d, d)
     trailing = E.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)  # of the rows from i on
     return torch.cat([trailing[1:], trailing.new_zeros(1)]).clamp(min=0)
 
@@ -137,7 +140,7 @@ def balanced(fit: Subspace) -> Subspace:
 def error(head: LogitSums, A: Tensor, B: Tensor) -> float:
     """J(A, B) of one query head, exactly, for any maps."""
     linear = (A * (B @ head.cross().mT)).sum()
-    return max(0.0, float(head.energy().sum() - 2 * linear + _energy(head, A, B).sum()))
+    return max(0.0, float(head.energy().sum() - 2 * linear + head.mapped_energy(A, B).sum()))
 
 
 def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
@@ -152,9 +155,3 @@ def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
     J, J_star = error(head, A, B), error(head, best, B)
     rho2 = min(1.0, max(0.0, 1 - J_star / J_uncomp)) if J_uncomp > 0 else 1.0
     return Distortion(J, min(J, J_star), J_uncomp, rho2)
-
-
-def _energy(head: LogitSums, A: Tensor, B: Tensor) -> Tensor:
-    """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
-    packed: Tensor = head.mapped(A, B).diagonal()
-    return packed[packed_index(len(A))]

@@ -248,6 +248,9 @@ class HeadGrams(Protocol):
     def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
         """sum_b vech(B g_k B^T) vech(A g_q A^T)^T; without a map that side stays as it is."""
 
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
+
 
 class SampledHead(NamedTuple):
     """One head, from the packed Grams of every entry."""
@@ -277,6 +280,10 @@ class SampledHead(NamedTuple):
         k = self.k if B is None else map_packed(self.k, self.width, B)
         return k.mT @ q
 
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        q, k = map_packed(self.q, self.width, A), map_packed(self.k, self.width, B)
+        return unpack((q * k).sum(0), len(A))
+
 
 class FoldedHead(NamedTuple):
     """One head, from the sum of the Kronecker products."""
@@ -304,6 +311,9 @@ class FoldedHead(NamedTuple):
     def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
         by_queries = self.kron if A is None else map_packed(self.kron, self.width, A)
         return by_queries if B is None else map_packed(by_queries.mT, self.width, B).mT
+
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        return unpack(self.mapped(A, B).diagonal(), len(A))
 
 
 def _packed_positions(width: int, kept: Tensor) -> Tensor:
