@@ -91,7 +91,7 @@ def capture(model: torch.nn.Module, batches: list[Tensor]) -> tuple[Tensor, Tens
 def test_rows_describe_the_activations() -> None:
     model = build("vit")
     batches = images(12, 3)  # the tenth batch is held out: it counts here too
-    # d = 8: at most 36 samples stay one by one, which is all of these
+    # d = 8: at most 72 samples stay one by one, which is all of these
     found = analyze(find_sites(model), corp.calibrate(model, batches))
     x, qkv = capture(model, batches)
     rows = {(row.site, row.what, row.head): row for row in found.rows}
@@ -127,17 +127,17 @@ def test_folded_grams_are_said_to_be_gone() -> None:
     assert grams.gram_sums() is None
     found = analyze(find_sites(model), stats)
     assert list(found.unavailable) == ["blocks.1.attn"]
-    assert "at most 36 samples" in found.unavailable["blocks.1.attn"]
+    assert "at most 72 samples" in found.unavailable["blocks.1.attn"]
     assert {row.site for row in found.of("q", "k")} == {"blocks.0.attn"}
 
 
 def test_the_held_out_part_does_not_fold_what_fits_apart() -> None:
-    """30 + 10 samples are past the 36 that stay one by one when added; each part alone is not."""
+    """60 + 20 samples are past the 72 that stay one by one when added; each part alone is not."""
     model = build("vit")
-    q, k = (torch.randn(40, 17, 24, dtype=torch.float64) for _ in range(2))
+    q, k = (torch.randn(80, 17, 24, dtype=torch.float64) for _ in range(2))
     fit, held = Grams(3, 8), Grams(3, 8)
-    fit.update(q[:30], k[:30])
-    held.update(q[30:], k[30:])
+    fit.update(q[:60], k[:60])
+    held.update(q[60:], k[60:])
     stats = corp.calibrate(model, images(1, 5))
     sums = {**stats.sums, "blocks.0.attn": SiteSums(fit, held)}
     found = analyze(find_sites(model), Statistics(sums))

@@ -63,6 +63,7 @@ def test_grams_add_single_and_folded() -> None:
         for h in range(2):
             torch.testing.assert_close(both.head(h).cross(), whole.head(h).cross())
             torch.testing.assert_close(both.head(h).energy(), whole.head(h).energy())
+            torch.testing.assert_close(both.head(h, centred=True).cross(), whole.head(h, centred=True).cross())
 
 
 def test_many_samples_are_folded_into_one_sum() -> None:
@@ -104,7 +105,7 @@ def test_grams_are_sums_over_the_queries_and_keys_that_exist(side: str, causal: 
     if folded:
         grams.fold()
     E, H = torch.zeros(heads, d, d, dtype=torch.float64), torch.zeros(heads, d, d, dtype=torch.float64)
-    kron = torch.zeros(heads, d, d, d, d, dtype=torch.float64)
+    kron, centred = torch.zeros(2, heads, d, d, d, d, dtype=torch.float64)
     entries = 0
     for b, length in enumerate(lengths):
         Q, K = (x[b][mask[b]].reshape(length, heads, d) for x in (q, k))
@@ -117,14 +118,17 @@ def test_grams_are_sums_over_the_queries_and_keys_that_exist(side: str, causal: 
                 E[h] += g_q * g_k
                 H[h] += g_q @ g_k
                 kron[h] += torch.einsum("ij,kl->ijkl", g_k, g_q)
+                about_mean = seen[:, h] - seen[:, h].mean(0)
+                centred[h] += torch.einsum("ij,kl->ijkl", about_mean.T @ about_mean, g_q)
     assert (grams.samples, grams.entries, grams.tokens) == (5, entries, sum(lengths))
     index = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
     for h in range(heads):
         head = grams.head(h)
         torch.testing.assert_close(head.energy(), E[h])
         torch.testing.assert_close(head.cross(), H[h])
-        packed = torch.stack([torch.stack([kron[h][*i, *j] for j in index]) for i in index])
-        torch.testing.assert_close(head.kron_of(torch.arange(d)), packed)
+        for whole, part in ((kron, head), (centred, grams.head(h, centred=True))):
+            packed = torch.stack([torch.stack([whole[h][*i, *j] for j in index]) for i in index])
+            torch.testing.assert_close(part.kron_of(torch.arange(d)), packed)
 
 
 def test_the_blocks_of_a_causal_sample_cover_every_visible_pair_once() -> None:

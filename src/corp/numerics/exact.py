@@ -38,6 +38,10 @@ class Path(NamedTuple):
         gone = len(self.order) - width
         return self.order[gone:].sort().values, self.order[:gone].sort().values
 
+    def by_width(self) -> Tensor:
+        """(D + 1,): the error when 0, 1 … D channels are left; inf where the path does not go."""
+        return torch.cat([self.error.flip(0), self.error.new_zeros(1)])
+
 
 def elimination_path(W: Tensor, cov: Tensor, *, ridge: float = 0.0, least: int = 1) -> Path:
     """Remove channels one by one down to `least`, cheapest first; W (o, D), cov (D, D), float64.

@@ -12,6 +12,7 @@ from corp.errors import SingularSystemError
 # "lambda -> 0+" in floating point, relative: the first of these at which the system is positive definite. Sums of
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems.
 VANISHING = (1e-10, 1e-8, 1e-6, 1e-4)
+MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d = 64
 
 
 def mean_diagonal(A: Tensor) -> float:
@@ -69,3 +70,12 @@ def pack(A: Tensor) -> Tensor:
 def unpack(p: Tensor, d: int) -> Tensor:
     """The inverse of `pack`: (..., d(d+1)/2) -> (..., d, d)."""
     return p[..., packed_index(d)]
+
+
+def map_packed(p: Tensor, d: int, M: Tensor) -> Tensor:
+    """M S M^T of packed symmetric matrices S: (N, d(d+1)/2) and M (r, d) -> (N, r(r+1)/2)."""
+    parts = []
+    for part in p.split(MAPPED_AT_ONCE):
+        left = M @ unpack(part, d)  # (n, r, d)
+        parts.append(pack(left @ M.mT))
+    return torch.cat(parts)

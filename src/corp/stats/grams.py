@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import StatisticsError
-from corp.numerics.linalg import pack, packed_index, packed_size, unpack
+from corp.numerics.linalg import map_packed, pack, packed_index, packed_size, unpack
 from corp.stats.moments import sum_device
 
 FOLD_BLOCK = 256  # entries folded at once: one large product instead of many thin ones
@@ -23,9 +23,10 @@ class Grams:
 
     An entry is a set of queries and the keys they see: a sample, or under a causal mask a block of its queries with
     all keys up to the block's end. Few entries are kept one by one (packed, float32 like the products they are), with
-    the number and the sum of each entry's keys, from which the centred Grams follow. Past the number at which that
-    would be larger than sum_b vech(g_k) vech(g_q)^T, they are folded into that sum (float64). Both hold all that any
-    choice of dimensions needs.
+    the number and the sum of each entry's keys, from which the Grams of centred keys follow: softmax ignores what is
+    constant along a row. Past the number at which that would be larger than sum_b vech(g_k) vech(g_q)^T, once with the
+    keys as they are and once centred, they are folded into those sums (float64). Both hold all that any choice of
+    dimensions or of subspaces needs.
     """
 
     def __init__(self, heads: int, width: int) -> None:
@@ -39,11 +40,11 @@ class Grams:
         self._keys: list[Tensor] = []  # each (b,): how many
         self._pending = 0
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
+        self.centred_kron: Tensor | None = None  # the same of keys centred within their entry; there when kron is
 
     @property
     def fold_after(self) -> int:
-        """2 t float32 per entry against t^2 float64."""
-        return packed_size(self.width)
+        return folds_after(self.width)
 
     def update(
         self,
@@ -100,31 +101,40 @@ class Grams:
             [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_sum, self._keys)
         )
         self.kron = None if self.kron is None else self.kron.to(device)
+        self.centred_kron = None if self.centred_kron is None else self.centred_kron.to(device)
 
     def fold(self) -> None:
         """Move the entries held one by one into the sum of Kronecker products."""
         if not self._q:
             return
-        q, k = (torch.cat(parts).transpose(0, 1) for parts in (self._q, self._k))  # (H, b, t)
-        if self.kron is None:
-            self.kron = torch.zeros(self.heads, *[packed_size(self.width)] * 2, dtype=torch.float64, device=q.device)
-        for total, q_h, k_h in zip(self.kron, q, k, strict=True):
-            total.addmm_(k_h.double().mT, q_h.double())
+        if self.kron is None or self.centred_kron is None:
+            t, device = packed_size(self.width), self._q[0].device
+            self.kron, self.centred_kron = torch.zeros(2, self.heads, t, t, dtype=torch.float64, device=device)
+        for h in range(self.heads):
+            q_h, k_h = (torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k))  # (b, t)
+            self.kron[h].addmm_(k_h.mT, q_h)
+            self.centred_kron[h].addmm_(self._centred(h, k_h).mT, q_h)
         self._q, self._k, self._key_sum, self._keys, self._pending = [], [], [], [], 0
+
+    def _centred(self, h: int, k: Tensor) -> Tensor:
+        """The packed Grams (b, t) of head h's keys once each entry's mean is taken off: g_k - s s^T / n."""
+        s = torch.cat([part[:, h] for part in self._key_sum]).double()  # (b, d)
+        n = torch.cat(self._keys).double().clamp(min=1)  # an entry without keys has no sum either
+        return k - pack(s[:, :, None] * s[:, None, :]) / n[:, None]
 
     @property
     def finite(self) -> bool:
         return all(bool(torch.isfinite(part).all()) for part in (*self._q[-1:], *self._k[-1:]))
 
-    def head(self, h: int) -> HeadGrams:
-        """The sums of one head, in float64."""
+    def head(self, h: int, *, centred: bool = False) -> HeadGrams:
+        """The sums of one head, in float64; with keys `centred` within their entry, only what softmax notices."""
         if self.entries == 0:
             raise StatisticsError("no samples were seen at this site")
-        if self.kron is not None:
+        if self.kron is not None and self.centred_kron is not None:
             self.fold()
-            return FoldedHead(self.width, self.kron[h])
+            return FoldedHead(self.width, (self.centred_kron if centred else self.kron)[h])
         q, k = (torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k))
-        return SampledHead(self.width, q, k)
+        return SampledHead(self.width, q, self._centred(h, k) if centred else k)
 
     def gram_sums(self) -> tuple[Tensor, Tensor] | None:
         """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded: the Kronecker sum holds neither."""
@@ -144,9 +154,8 @@ class Grams:
         both._q, both._k = self._q + other._q, self._k + other._k
         both._key_sum, both._keys = self._key_sum + other._key_sum, self._keys + other._keys
         both._pending = self._pending + other._pending
-        folded = [part.kron for part in (self, other) if part.kron is not None]
-        if folded or both.entries > both.fold_after:
-            both.kron = sum(folded[1:], folded[0].clone()) if folded else None
+        both.kron, both.centred_kron = _sum(self.kron, other.kron), _sum(self.centred_kron, other.centred_kron)
+        if both.kron is not None or both.entries > both.fold_after:
             both.fold()
         return both
 
@@ -158,7 +167,9 @@ class Grams:
         keys = torch.cat(self._keys) if self._keys else torch.zeros(0)
         counts = torch.tensor([self.samples, self.tokens, self.entries])
         state = {"counts": counts, "q": q, "k": k, "key_sum": key_sum, "keys": keys}
-        return state if self.kron is None else {**state, "kron": self.kron}
+        if self.kron is not None and self.centred_kron is not None:
+            state |= {"kron": self.kron, "centred_kron": self.centred_kron}
+        return state
 
     @classmethod
     def from_state(cls, heads: int, width: int, state: dict[str, Tensor]) -> Grams:
@@ -168,7 +179,9 @@ class Grams:
         if grams._pending:
             grams._q, grams._k = [state["q"]], [state["k"]]
             grams._key_sum, grams._keys = [state["key_sum"]], [state["keys"]]
-        grams.kron = state.get("kron")
+        grams.kron, grams.centred_kron = state.get("kron"), state.get("centred_kron")
+        if (grams.kron is None) != (grams.centred_kron is None):
+            raise StatisticsError("of the folded Grams only one of the two sums is there; calibrate again")
         return grams
 
     @staticmethod
@@ -176,7 +189,19 @@ class Grams:
         """What `state` holds, -1 where any length will do: checked before a stranger's file is read."""
         t = packed_size(width)
         entries = {"q": (-1, heads, t), "k": (-1, heads, t), "key_sum": (-1, heads, width), "keys": (-1,)}
-        return {"counts": (3,), **entries, "kron": (heads, t, t)}
+        return {"counts": (3,), **entries, "kron": (heads, t, t), "centred_kron": (heads, t, t)}
+
+
+def folds_after(width: int) -> int:
+    """Entries: 2 t float32 each, against two sums of t^2 float64."""
+    return 2 * packed_size(width)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of those that are there, never one of them itself."""
+    if a is None or b is None:
+        return next((x.clone() for x in (a, b) if x is not None), None)
+    return a + b
 
 
 def _packed_gram(x: Tensor) -> Tensor:
@@ -217,6 +242,15 @@ class HeadGrams(Protocol):
     def kron_of(self, kept: Tensor) -> Tensor:
         """sum_b vech(g_k,SS) vech(g_q,SS)^T (t', t') for the kept dimensions."""
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """sum_b tr(g_k) g_q and sum_b tr(g_q) g_k, each (d, d): the two factors of sum_b g_k (x) g_q, roughly."""
+
+    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
+        """sum_b vech(B g_k B^T) vech(A g_q A^T)^T; without a map that side stays as it is."""
+
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
+
 
 class SampledHead(NamedTuple):
     """One head, from the packed Grams of every entry."""
@@ -236,6 +270,20 @@ class SampledHead(NamedTuple):
         positions = _packed_positions(self.width, kept)
         return self.k[:, positions].mT @ self.q[:, positions]
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        diagonal = packed_index(self.width).diagonal()
+        q, k = self.k[:, diagonal].sum(1) @ self.q, self.q[:, diagonal].sum(1) @ self.k
+        return unpack(q, self.width), unpack(k, self.width)
+
+    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
+        q = self.q if A is None else map_packed(self.q, self.width, A)
+        k = self.k if B is None else map_packed(self.k, self.width, B)
+        return k.mT @ q
+
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        q, k = map_packed(self.q, self.width, A), map_packed(self.k, self.width, B)
+        return unpack((q * k).sum(0), len(A))
+
 
 class FoldedHead(NamedTuple):
     """One head, from the sum of the Kronecker products."""
@@ -254,6 +302,18 @@ class FoldedHead(NamedTuple):
     def kron_of(self, kept: Tensor) -> Tensor:
         positions = _packed_positions(self.width, kept)
         return self.kron[positions[:, None], positions]
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        diagonal = packed_index(self.width).diagonal()
+        q, k = self.kron[diagonal].sum(0), self.kron[:, diagonal].sum(1)
+        return unpack(q, self.width), unpack(k, self.width)
+
+    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
+        by_queries = self.kron if A is None else map_packed(self.kron, self.width, A)
+        return by_queries if B is None else map_packed(by_queries.mT, self.width, B).mT
+
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        return unpack(self.mapped(A, B).diagonal(), len(A))
 
 
 def _packed_positions(width: int, kept: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
 from corp.sites import AttentionSite, Site
-from corp.stats.grams import CAUSAL_BLOCKS, FOLD_BLOCK
+from corp.stats.grams import CAUSAL_BLOCKS, FOLD_BLOCK, folds_after
 from corp.stats.moments import CHUNK
 
 HOLD_OUT_EVERY = 10  # one batch in so many is held out
@@ -37,14 +37,14 @@ def _entries(site: AttentionSite, samples: int | None) -> int | None:
 
 
 def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
-    """Single entries while they are the smaller, the sum of their Kronecker products after that."""
+    """Single entries while they are the smaller, the sums of their Kronecker products after that."""
     width = site.plain_width
     if width == 0:
         return 0
     t, one = packed_size(width), 4 * (site.heads * (2 * packed_size(width) + width) + 1)
-    if entries is not None and entries <= t:
+    if entries is not None and entries <= folds_after(width):
         return entries * one
-    return 8 * site.heads * t * t + FOLD_BLOCK * one
+    return 2 * 8 * site.heads * t * t + FOLD_BLOCK * one
 
 
 def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
@@ -53,8 +53,8 @@ def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
     for site in sites:
         if not isinstance(site, AttentionSite):
             needs.append(4 * site.inputs**2 + 8 * CHUNK * site.inputs)
-        elif (entries := _entries(site, samples)) is None or entries > packed_size(site.plain_width):
-            needs.append(_gram_bytes(site, packed_size(site.plain_width)))
+        elif (entries := _entries(site, samples)) is None or entries > folds_after(site.plain_width):
+            needs.append(_gram_bytes(site, folds_after(site.plain_width)))
     return max(needs)
 
 

@@ -15,7 +15,7 @@ from corp.stats.moments import Moments
 from corp.stats.pairs import PairSums
 from corp.stats.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
 
-FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 2, "statistics.json"
+FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 3, "statistics.json"
 
 
 @dataclass

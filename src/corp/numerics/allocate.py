@@ -1,0 +1,111 @@
+"""Sharing a budget out over sites: who keeps how much, by what the next unit is worth there.
+
+Every site i has a curve c_i(w), the (weighted) error when it keeps w of its channels or dimensions, and a price u_i per
+unit kept. The widths that minimise sum_i c_i(w_i) within sum_i u_i w_i <= budget are, up to the last step, those at
+which no site would use a further unit of budget better than another: on the lower convex hull of every curve, take the
+steepest segments first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from corp.errors import PlanError
+
+ROUNDING = 1e-9  # relative; sums of prices that differ by less are equal
+
+
+class Option(NamedTuple):
+    """One site to share with: its curve and what may be asked of it."""
+
+    errors: Tensor  # (D + 1,): the error at width 0, 1 … D; inf where a width is impossible
+    price: float  # of one unit of width
+    floor: int = 1
+    ceiling: int | None = None  # D where not given
+    multiple: int = 1
+
+
+def share(options: Sequence[Option], budget: float) -> list[int]:
+    """The width of every site. Widths are multiples of the site's `multiple`, or its ceiling, from the floor on.
+
+    What the steepest segments leave over goes to single steps that still fit, the best per price first. Ties go to the
+    earlier site.
+    """
+    allowed = [allowed_widths(option, number) for number, option in enumerate(options)]
+    widths = [choice[0] for choice in allowed]
+    left = budget - sum(option.price * w for option, w in zip(options, widths, strict=True))
+    if left < -ROUNDING * budget:
+        least = budget - left
+        raise PlanError(f"the smallest widths cost {least:g}, the budget is {budget:g}; lower the floors or raise it")
+    segments = []
+    for i, (option, choice) in enumerate(zip(options, allowed, strict=True)):
+        hull = lower_hull([(w, float(option.errors[w])) for w in choice])
+        segments += [(-_worth(option, hull[n], hull[n + 1]), i, n, hull[n + 1]) for n in range(len(hull) - 1)]
+    closed: set[int] = set()
+    for _, i, _, high in sorted(segments):
+        price = options[i].price * (high - widths[i])
+        # Of one site later segments rest on earlier ones: where one does not fit, the others do not either.
+        if i in closed or price > left + ROUNDING * budget:
+            closed.add(i)
+            continue
+        widths[i] = high
+        left -= price
+    return _fill(options, allowed, widths, left, ROUNDING * budget)
+
+
+def _fill(
+    options: Sequence[Option], allowed: Sequence[Sequence[int]], widths: list[int], left: float, slack: float
+) -> list[int]:
+    """Spend what is left on steps to any larger width that fits, as long as one lowers an error."""
+    while True:
+        steps = [
+            (_worth(option, widths[i], w), -i, -w)
+            for i, (option, choice) in enumerate(zip(options, allowed, strict=True))
+            for w in choice
+            if w > widths[i] and option.price * (w - widths[i]) <= left + slack
+        ]
+        best = max(steps, default=(0.0, 0, 0))
+        if best[0] <= 0:
+            return widths
+        i, w = -best[1], -best[2]
+        left -= options[i].price * (w - widths[i])
+        widths[i] = w
+
+
+def allowed_widths(option: Option, number: int = 0) -> list[int]:
+    """Ascending; `number` names the site in errors."""
+    width = len(option.errors) - 1
+    ceiling = width if option.ceiling is None else option.ceiling
+    if not (1 <= option.floor <= ceiling <= width and option.multiple >= 1 and option.price > 0):
+        raise PlanError(
+            f"site {number}: floor {option.floor}, ceiling {ceiling}, multiple {option.multiple} and price "
+            f"{option.price:g} do not go with {width} channels; it takes 1 <= floor <= ceiling <= {width}"
+        )
+    first = -(-option.floor // option.multiple) * option.multiple
+    choice = [*range(first, ceiling, option.multiple), ceiling]
+    possible = [w for w in choice if bool(torch.isfinite(option.errors[w]))]
+    if not possible:
+        raise PlanError(f"site {number}: its error is known at no width between {option.floor} and {ceiling}")
+    return possible
+
+
+def lower_hull(points: Sequence[tuple[int, float]]) -> list[int]:
+    """The x of the lower convex hull of points (x, y), x ascending."""
+    hull: list[tuple[int, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):  # the middle one lies below the line from first to new
+                break
+            hull.pop()
+        hull.append((x, y))
+    return [x for x, _ in hull]
+
+
+def _worth(option: Option, low: int, high: int) -> float:
+    """What the error falls by, per price, from one width to a larger one."""
+    return float(option.errors[low] - option.errors[high]) / (option.price * (high - low))

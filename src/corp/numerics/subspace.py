@@ -1,0 +1,157 @@
+"""The best r-dimensional form of a head's logits: maps of queries and keys instead of a choice of dimensions.
+
+With q' = A q and k' = B k, A and B (r, d), the logits q^T k become q^T A^T B k. Per sample b, with g_q = Q^T Q and
+g_k = K^T K, the squared error is
+
+    J(A, B) = sum_b ||Q (I - A^T B) K^T||^2 = T - 2 <A, B H^T> + sum_b <A g_q A^T, B g_k B^T>,
+
+H = sum_b g_q g_k and T its trace. Softmax ignores what is constant along a row of logits, so the keys should be centred
+within their sample; the formulas stay the same. If sum_b g_k (x) g_q were one product C_K (x) C_Q, the optimum would be
+the r leading singular vectors of C_Q^1/2 C_K^1/2. From there on exact steps alternate: given B the best A solves
+
+    sum_b (B g_k B^T) A g_q = B H^T,
+
+linear in r d unknowns, and given A the best B likewise. Query heads that share their keys share B; each has its own A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from corp.numerics.affine import Distortion
+from corp.numerics.linalg import mean_diagonal, packed_index, solve_ridge, solve_vanishing
+from corp.numerics.rank import top
+
+FLOOR = 1e-12  # relative; keys that vary less in some direction than this do not vary in it
+
+
+class LogitSums(Protocol):
+    """What is known of one query head and its keys; stats.grams.HeadGrams is one."""
+
+    def energy(self) -> Tensor:
+        """E (d, d) = sum_b g_q * g_k."""
+
+    def cross(self) -> Tensor:
+        """H (d, d) = sum_b g_q g_k."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """C_Q = sum_b tr(g_k) g_q and C_K = sum_b tr(g_q) g_k, each (d, d)."""
+
+    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
+        """sum_b vech(B g_k B^T) vech(A g_q A^T)^T; without a map that side stays as it is."""
+
+    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
+        """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
+
+
+class Subspace(NamedTuple):
+    """q' = A q for each of the R query heads that share k' = B k."""
+
+    A: Tensor  # (R, r, d)
+    B: Tensor  # (r, d)
+
+
+def nested(heads: Sequence[LogitSums]) -> Subspace:
+    """Maps (d, d) whose first r rows are the best subspace of every r, as far as C_K (x) C_Q says.
+
+    With V the eigenvectors of C_K^1/2 C_Q C_K^1/2, C_Q summed over the heads: A = V^T C_K^1/2, B = V^T C_K^-1/2.
+    """
+    factors = [head.factors() for head in heads]
+    C_Q, C_K = (torch.stack(side).sum(0) for side in zip(*factors, strict=True))
+    values, basis = torch.linalg.eigh(C_K)
+    root = values.clamp(min=FLOOR * max(float(values[-1]), torch.finfo(values.dtype).tiny)).sqrt()  # (d,)
+    half = (basis * root).mT  # (d, d), half^T half = C_K
+    V = torch.linalg.eigh(half @ C_Q @ half.mT).eigenvectors.flip(1)  # largest first
+    A, B = V.mT @ half, V.mT @ (basis / root).mT
+    return Subspace(A.expand(len(heads), *A.shape), B)
+
+
+def width_errors(heads: Sequence[LogitSums], whole: Subspace) -> Tensor:
+    """(d,): J summed over the heads when the first 1, 2 … d rows of `whole` (A^T B = I) are kept and no step is taken.
+
+    What is lost are the products of the rows left out, so J is the sum of a trailing block of their energies.
+    """
+    E = torch.stack([head.mapped_energy(A, whole.B) for head, A in zip(heads, whole.A, strict=True)]).sum(0)  # (d, d)
+    trailing = E.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)  # of the rows from i on
+    return torch.cat([trailing[1:], trailing.new_zeros(1)]).clamp(min=0)
+
+
+def fit_subspace(heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps: int = 1) -> Subspace:
+    """`keep` dimensions for query heads that share their keys: the nested start, then steps that never raise J.
+
+    A sweep is a step of the keys and one of the queries. The ridge is relative, as in fit_logit, and pulls to where the
+    step began: a direction of which the data says nothing stays as it was.
+    """
+    A, B = (side[..., :keep, :] for side in nested(heads))
+    for _ in range(sweeps):
+        B = _step(_key_system(heads, A), B, ridge)
+        A = torch.stack([_step(_query_system(head, B), a, ridge) for head, a in zip(heads, A, strict=True)])
+    return balanced(Subspace(A, B))
+
+
+class _System(NamedTuple):
+    """Normal equations of one side, its map (r, d) as r d unknowns, row after row."""
+
+    G: Tensor  # (r d, r d)
+    h: Tensor  # (r d,)
+
+
+def _query_system(head: LogitSums, B: Tensor) -> _System:
+    """Given B: G = sum_b (B g_k B^T) (x) g_q, h = B H^T."""
+    return _System(_unpacked(head.mapped(None, B), *B.shape), (B @ head.cross().mT).reshape(-1))
+
+
+def _key_system(heads: Sequence[LogitSums], A: Tensor) -> _System:
+    """Given A (R, r, d): G = sum_b (A g_q A^T) (x) g_k, h = A H, each summed over the heads."""
+    packed, h = A.new_zeros(()), A.new_zeros(())
+    for head, a in zip(heads, A, strict=True):
+        packed, h = packed + head.mapped(a, None).mT, h + a @ head.cross()
+    return _System(_unpacked(packed, *A.shape[1:]), h.reshape(-1))
+
+
+def _unpacked(P: Tensor, r: int, d: int) -> Tensor:
+    """sum vech(X) vech(Y)^T, X (r, r) and Y (d, d), as sum X (x) Y (r d, r d)."""
+    full = P[packed_index(r)][:, :, packed_index(d)]  # (i, j, a, b): X_ij Y_ab
+    return full.permute(0, 2, 1, 3).reshape(r * d, r * d)
+
+
+def _step(system: _System, start: Tensor, ridge: float) -> Tensor:
+    x = start.reshape(-1)
+    residual = (system.h - system.G @ x)[:, None]
+    scale = mean_diagonal(system.G)
+    change = solve_ridge(system.G, residual, ridge * scale) if ridge > 0 else solve_vanishing(system.G, residual, scale)
+    return (x + change[:, 0]).reshape(start.shape)
+
+
+def balanced(fit: Subspace) -> Subspace:
+    """The same products A^T B, with A and B of equal size: what lower precision treats best."""
+    R, r, d = fit.A.shape
+    Q, tall = torch.linalg.qr(fit.A.transpose(1, 2).reshape(R * d, r))  # A^T, stacked
+    P, wide = torch.linalg.qr(fit.B.mT)
+    U, sigma, Vh = torch.linalg.svd(tall @ wide.mT)  # A^T B = Q U sigma Vh P^T
+    root = sigma.sqrt()
+    return Subspace((Q @ (U * root)).reshape(R, d, r).transpose(1, 2), (P @ (Vh.mT * root)).mT)
+
+
+def error(head: LogitSums, A: Tensor, B: Tensor) -> float:
+    """J(A, B) of one query head, exactly, for any maps."""
+    linear = (A * (B @ head.cross().mT)).sum()
+    return max(0.0, float(head.energy().sum() - 2 * linear + head.mapped_energy(A, B).sum()))
+
+
+def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
+    """What the maps of one query head cost, beside the best A for these keys, and beside coordinates.
+
+    J_uncomp is what as many of the head's own dimensions, the strongest, would leave without compensation.
+    """
+    best = _step(_query_system(head, B), A, 0.0)
+    E = head.energy()
+    pruned = top(E.diagonal(), len(B))[1]
+    J_uncomp = float(E[pruned[:, None], pruned].sum())
+    J, J_star = error(head, A, B), error(head, best, B)
+    rho2 = min(1.0, max(0.0, 1 - J_star / J_uncomp)) if J_uncomp > 0 else 1.0
+    return Distortion(J, min(J, J_star), J_uncomp, rho2)
