@@ -77,7 +77,7 @@ def test_head_errors_are_those_of_all_logits_of_unseen_samples_summed_over_heads
     q, k = (draw(2, 12, 9, 6, seed=8 + side) @ mix[side][:, None] for side in range(2))  # (heads, samples, tokens, d)
     seen = [logit_of(q[h, :4], k[h, :4]) for h in range(2)]
     unseen = [logit_of(q[h, 4:], k[h, 4:]) for h in range(2)]
-    found = ridge.choose_system(seen, unseen)
+    found = ridge.choose_system(zip(seen, unseen, strict=True))
     whole = float((q[:, 4:, :, 4:] @ k[:, 4:, :, 4:].mT).square().sum())
     for value, share in zip(found.ridges, found.unexplained, strict=True):
         left = 0.0
@@ -93,7 +93,7 @@ def test_rotary_systems_are_judged_alike() -> None:
     moments_of = [sum(pair_moments(a.mT @ a, b.mT @ b) for a, b in zip(q[s], k[s], strict=True)) for s in
                   (slice(0, 3), slice(3, 6))]  # fmt: skip
     systems: list[PairSystem] = [pair_system(A, torch.tensor([0, 1]), torch.tensor([2, 3])) for A in moments_of]
-    found = ridge.choose_system(systems[:1], systems[1:])
+    found = ridge.choose_system([(systems[0], systems[1])])
     for value, share in zip(found.ridges, found.unexplained, strict=True):
         ab = fit_pairs(systems[0], ridge=value)
         z = torch.view_as_complex(torch.stack([q[3:, :, :4], q[3:, :, 4:]], -1))[:, :, None]

@@ -25,7 +25,8 @@ from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
 from corp.folding import Planned, apply_sites
 from corp.measure.cost import count_macs, count_params
 from corp.plan import Plan, SitePlan
-from corp.planning import HeadSums, plan_attention, plan_mlp, plan_values
+from corp.planning.heads import HeadSums, plan_attention
+from corp.planning.linear import plan_mlp, plan_values
 from corp.recipe import Recipe
 from corp.report.tables import Report
 from corp.sites import AttentionSite, MLPSite, Site, Sites, heads_of, module_of

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from corp.fitting import fit_head, fit_mlp, fit_turned, head_system, moments_for_fit, split
 from corp.numerics import affine, logit, rotary, values
+from corp.numerics.subspace import Subspace
 from corp.plan import SitePlan
-from corp.planning import HeadSums, choose_values, in_basis
-from corp.recipe import Recipe
+from corp.planning.heads import HeadSums, fit_group
+from corp.planning.linear import choose_values, in_basis
+from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, MLPSite, Site, ValueSite
-from corp.stats import Statistics
+from corp.stats import Grams, Statistics
 from corp.surgery.attention import HeadMaps, Parts, narrow_queries, narrow_values, replace_attention
 from corp.surgery.linear import Projection, projection_at, shrink_down, shrink_mlp
 
@@ -30,7 +32,8 @@ def apply_sites(model: nn.Module, group: Sequence[Planned], stats: Statistics | 
     for site, site_plan in group:
         kept = site_plan.indices()
         if isinstance(site, AttentionSite):
-            maps = head_maps(site, stats, site_plan, recipe) if stats and recipe.compensate == "full" else None
+            mapped = recipe.compensate == "full" or site_plan.basis == SUBSPACE
+            maps = head_maps(site, stats, site_plan, recipe) if stats and mapped else None
             parts |= narrow_queries(model, site, kept, maps)
             continue
         bias = site_plan.intercept or projection_at(model, site.down).bias is not None
@@ -53,7 +56,7 @@ def fold_mlp(model: nn.Module, site: MLPSite, stats: Statistics, site_plan: Site
     pruned = split(site.width, kept)
     W, b = in_float64(projection_at(model, site.down))
     mean, cov = moments_for_fit(stats.moments_of(site.name).all, site_plan.intercept)
-    fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, recipe.ridge)
+    fit = fit_mlp(mean, cov, kept, pruned, recipe.compensate, site_plan.ridge)
     return affine.fold(W, b, kept, pruned, fit)
 
 
@@ -72,7 +75,7 @@ def fold_values(model: nn.Module, site: ValueSite, stats: Statistics, site_plan:
     kept = values.kept_inputs(site_plan.indices(), site.width, site.heads)
     pruned = split(site.inputs, kept)
     here = in_basis(W, *moments_for_fit(moments, site_plan.intercept), basis, site.heads)
-    fit = fit_mlp(*here[1:], kept, pruned, recipe.compensate, recipe.ridge)
+    fit = fit_mlp(*here[1:], kept, pruned, recipe.compensate, site_plan.ridge)
     folded = affine.fold(here[0], b, kept, pruned, fit)
     return ValueFold(None if basis is None else list(basis.to[:, : site_plan.keep]), folded)
 
@@ -98,18 +101,39 @@ def head_maps(site: AttentionSite, stats: Statistics, site_plan: SitePlan, recip
             moments = turned.group(g, weighted=recipe.rank == "exact")
             for q_part, A in zip(q_parts, moments, strict=True):
                 system = rotary.pair_system(A, pairs, split(dims // 2, pairs))
-                q_part.append(rotary.pair_map(pairs, dims, fit_turned(system, "full", recipe.ridge)))
+                q_part.append(rotary.pair_map(pairs, dims, fit_turned(system, recipe.compensate, site_plan.ridge)))
             k_parts.append(rotary.pair_map(pairs, dims))
         if grams is not None:
-            rest = split(site.plain_width, plain)
-            for h, q_part in enumerate(q_parts):
-                head = g * shared + h
-                M = sums.fits.get((head, tuple(plain.tolist()), recipe.ridge))
-                if M is None:  # planned elsewhere
-                    M = fit_head(head_system(grams.head(head), plain, rest), "full", recipe.ridge)
-                A, B = logit.fold_factors(M) if shared == 1 else logit.query_factors(M)
-                q_part.append(logit.head_map(plain, site.plain_width, A))
-            k_parts.append(logit.head_map(plain, site.plain_width, B))
+            group = range(g * shared, (g + 1) * shared)
+            fit = _plain_maps(site, sums, grams, g, group, plain, site_plan, recipe)
+            for q_part, A in zip(q_parts, fit.A, strict=True):
+                q_part.append(A)
+            k_parts.append(fit.B)
         queries += [torch.block_diag(*part) for part in q_parts]
         keys.append(torch.block_diag(*k_parts))
     return HeadMaps(queries, keys)
+
+
+def _plain_maps(
+    site: AttentionSite,
+    sums: HeadSums,
+    grams: Grams,
+    g: int,
+    group: range,
+    kept: Tensor,
+    site_plan: SitePlan,
+    recipe: Recipe,
+) -> Subspace:
+    """Of the query heads that share key head g: what becomes of their dimensions that are not rotated."""
+    ridge, width = site_plan.ridge, site.plain_width
+    if site_plan.basis == SUBSPACE:
+        known: Subspace | None = sums.fits.get((g, len(kept), ridge))
+        return known or fit_group(grams, group, len(kept), recipe.compensate, ridge)
+    queries = []
+    for h in group:
+        M = sums.fits.get((h, tuple(kept.tolist()), ridge))
+        if M is None:  # planned elsewhere
+            M = fit_head(head_system(grams.head(h), kept, split(width, kept)), "full", ridge)
+        A, B = logit.fold_factors(M) if len(group) == 1 else logit.query_factors(M)
+        queries.append(logit.head_map(kept, width, A))
+    return Subspace(torch.stack(queries), logit.head_map(kept, width, B))

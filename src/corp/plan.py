@@ -18,7 +18,7 @@ from corp.errors import PlanError
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
 from corp.text import text_table
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error", "error without compensation")
 
 
@@ -64,6 +64,7 @@ class SitePlan:
     kept: tuple[tuple[int, ...], ...]
     intercept: bool
     costs: tuple[GroupCost, ...]
+    ridge: float = 1e-3  # of the fit
     basis: str = COORDINATES
 
     @property
@@ -207,7 +208,10 @@ def _site(raw: object, number: int) -> SitePlan:
         raise PlanError(f"{where}: the basis {basis!r} is unknown")
     parsed = tuple(_cost(_object(cost, where), where) for cost in costs)
     requested = _number(entry, "requested", where)
-    return SitePlan(name, str(kind), int(width or 0), requested, kept, intercept, parsed, str(basis))
+    ridge = _number(entry, "ridge", where)
+    if ridge < 0:
+        raise PlanError(f"{where}: the ridge {ridge:g} is negative")
+    return SitePlan(name, str(kind), int(width or 0), requested, kept, intercept, parsed, ridge, str(basis))
 
 
 def _cost(raw: Mapping[str, Any], where: str) -> GroupCost:

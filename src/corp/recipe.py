@@ -24,6 +24,7 @@ PRESETS: dict[str, tuple[str, str, bool | str]] = {
 }
 KINDS = ("mlp", "attn", "vo")  # the kinds of sites; each is a sparsity field of the recipe
 TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what sweeps prune at once
+RIDGE = 1e-3
 COORDINATES, SUBSPACE = "coordinates", "subspace"
 BASES = (COORDINATES, SUBSPACE)
 ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
@@ -46,7 +47,10 @@ class Recipe:
                  "variance", "fluctuation"
     compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
     intercept    may compensation use the bias of the second linear? "auto": where there is one
-    ridge        relative: lambda = ridge * mean diagonal of the system
+    ridge        relative: lambda = ridge * mean diagonal of the system; "auto": what does best at the site on held-out
+                 batches
+    attn_basis   "coordinates": each head keeps some of its Q/K dimensions; "subspace": the best combinations of them
+                 (rotated dimensions stay whole pairs)
     vo_basis     "subspace": every head's values are turned so that the leading directions carry most of its output;
                  "coordinates": dimensions are kept as they are, by rank
     round_to     round kept widths up to multiples: an int, {"mlp": 64, "head": 8}, or "fast", which is that
@@ -64,7 +68,8 @@ class Recipe:
     rank: str = ""
     compensate: str = ""
     intercept: bool | str = ""
-    ridge: float = 1e-3
+    ridge: float | str = RIDGE
+    attn_basis: str = COORDINATES
     vo_basis: str = SUBSPACE
     round_to: int | str | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
@@ -86,7 +91,9 @@ class Recipe:
         if self.compensate == "mean" and self.intercept is False:
             raise RecipeError("compensate='mean' is a correction of the bias: it cannot go with intercept=False")
         _one_of("vo_basis", self.vo_basis, BASES)
-        put(self, "ridge", _non_negative("ridge", self.ridge))
+        _one_of("attn_basis", self.attn_basis, BASES)
+        if self.ridge != "auto":
+            put(self, "ridge", _non_negative("ridge", self.ridge))
         put(self, "round_to", _rounding(self.round_to))
         put(self, "skip", _globs(self.skip))
         put(self, "overrides", _overrides(self.overrides))
@@ -100,6 +107,11 @@ class Recipe:
             )
         if self.equal_heads:
             put(self, "vo", self.attn)
+
+    @property
+    def ridge_given(self) -> float:
+        """The ridge, or the usual one where every site chooses its own."""
+        return RIDGE if isinstance(self.ridge, str) else self.ridge
 
     @property
     def has_target(self) -> bool:
@@ -169,7 +181,7 @@ def _sparsity(name: str, value: object) -> float:
 
 def _non_negative(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise RecipeError(f"{name}={value!r} must be a finite number >= 0")
+        raise RecipeError(f"{name}={value!r} must be a finite number >= 0, or 'auto'")
     return float(value)
 
 

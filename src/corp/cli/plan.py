@@ -13,7 +13,7 @@ from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import StorageError
 from corp.plan import COLUMNS
-from corp.recipe import SUBSPACE
+from corp.recipe import COORDINATES, SUBSPACE
 
 
 @command
@@ -41,7 +41,8 @@ def plan(
     rank: r.Rank = "",
     compensate: r.Compensate = "",
     intercept: r.Intercept = "",
-    ridge: r.Ridge = 1e-3,
+    ridge: r.Ridge = "1e-3",
+    attn_basis: r.AttnBasis = COORDINATES,
     vo_basis: r.VoBasis = SUBSPACE,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
@@ -68,6 +69,7 @@ def plan(
         compensate=compensate,
         intercept=intercept,
         ridge=ridge,
+        attn_basis=attn_basis,
         vo_basis=vo_basis,
         round_to=round_to,
         skip=skip,

@@ -20,7 +20,7 @@ from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.models import IMAGE, kind_of, save_companions
 from corp.errors import DataError
 from corp.plan import COLUMNS
-from corp.recipe import SUBSPACE
+from corp.recipe import COORDINATES, SUBSPACE
 from corp.report.tables import TOTALS, Report
 
 
@@ -49,7 +49,8 @@ def prune(
     rank: r.Rank = "",
     compensate: r.Compensate = "",
     intercept: r.Intercept = "",
-    ridge: r.Ridge = 1e-3,
+    ridge: r.Ridge = "1e-3",
+    attn_basis: r.AttnBasis = COORDINATES,
     vo_basis: r.VoBasis = SUBSPACE,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
@@ -83,6 +84,7 @@ def prune(
         compensate=compensate,
         intercept=intercept,
         ridge=ridge,
+        attn_basis=attn_basis,
         vo_basis=vo_basis,
         round_to=round_to,
         skip=skip,

@@ -34,7 +34,12 @@ Intercept = Annotated[
         help="May compensation use a bias? auto (where there is one), yes or no.", show_default="the preset's"
     ),
 ]
-Ridge = Annotated[float, typer.Option(help="Ridge, relative to the mean diagonal of the system.")]
+Ridge = Annotated[
+    str, typer.Option(help="Ridge, relative to the mean diagonal of the system; auto: what held-out batches say.")
+]
+AttnBasis = Annotated[
+    str, typer.Option(help="coordinates: keep Q/K dimensions; subspace: keep the best combinations of them.")
+]
 RoundTo = Annotated[
     str, typer.Option(help="Round kept widths up: a number, e.g. mlp=64,head=8, or fast, which is that.")
 ]
@@ -58,7 +63,8 @@ def make_recipe(
     rank: str,
     compensate: str,
     intercept: str,
-    ridge: float,
+    ridge: str,
+    attn_basis: str,
     vo_basis: str,
     round_to: str,
     skip: list[str] | None,
@@ -82,7 +88,8 @@ def make_recipe(
         rank=rank,
         compensate=compensate,
         intercept=_INTERCEPTS[intercept],
-        ridge=ridge,
+        ridge=ridge if ridge == "auto" else parse_number(ridge, float, "--ridge"),
+        attn_basis=attn_basis,
         vo_basis=vo_basis,
         round_to=_rounding(round_to),
         skip=tuple(skip or ()),

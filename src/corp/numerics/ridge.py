@@ -3,7 +3,7 @@ on the other, both known by their sums only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 # Errors on the held-out part that differ by less than this share of the smallest are equal: the larger ridge is safer.
 EQUAL = 1e-3
 
+System: TypeAlias = LogitSystem | PairSystem
 Moments: TypeAlias = tuple[Tensor, Tensor]  # mean (D,), covariance (D, D)
 
 
@@ -64,20 +65,18 @@ def _projected(moments: Moments, W_P: Tensor, kept: Tensor, pruned: Tensor) -> M
     return torch.cat([mean[kept], W_P @ mean[pruned]]), torch.cat([top, bottom])
 
 
-def choose_system(
-    seen: Sequence[LogitSystem] | Sequence[PairSystem],
-    unseen: Sequence[LogitSystem] | Sequence[PairSystem],
-    ridges: Sequence[float] = RIDGES,
-) -> Choice:
-    """For fit_logit and fit_pairs: one ridge for all heads of a site, by their summed error on the held-out part."""
-    errors = []
-    for ridge in ridges:
-        left = 0.0
-        for (G, h, _), (G_new, h_new, T_new) in zip(seen, unseen, strict=True):
+def choose_system(systems: Iterable[tuple[System, System]], ridges: Sequence[float] = RIDGES) -> Choice:
+    """For fit_logit and fit_pairs: one ridge for all heads of a site, by their summed error on the held-out part.
+
+    Every head comes as its system on the fitted and on the held-out part; one head is in memory at a time.
+    """
+    errors, whole = [0.0] * len(ridges), 0.0
+    for (G, h, _), (G_new, h_new, T_new) in systems:
+        whole += T_new
+        for i, ridge in enumerate(ridges):
             m = solve_ridge(G, h[:, None], ridge * mean_diagonal(G))[:, 0]
-            left += max(0.0, float(T_new - 2 * m @ h_new + m @ (G_new @ m)))
-        errors.append(left)
-    return _choice(ridges, errors, sum(system.T for system in unseen))
+            errors[i] += max(0.0, float(T_new - 2 * m @ h_new + m @ (G_new @ m)))
+    return _choice(ridges, errors, whole)
 
 
 def _choice(ridges: Sequence[float], errors: Sequence[float], whole: float) -> Choice:

@@ -144,14 +144,18 @@ def error(head: LogitSums, A: Tensor, B: Tensor) -> float:
 
 
 def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
-    """What the maps of one query head cost, beside the best A for these keys, and beside coordinates.
+    """What the maps of one query head cost, beside coordinates.
 
-    J_uncomp is what as many of the head's own dimensions, the strongest, would leave without compensation.
+    J_uncomp is what as many of the head's own dimensions, the strongest, would leave without compensation. No better
+    maps are known than these, so J* is J.
     """
-    best = _step(_query_system(head, B), A, 0.0)
+    J, J_uncomp = error(head, A, B), dropped(head, len(B))
+    rho2 = min(1.0, max(0.0, 1 - J / J_uncomp)) if J_uncomp > 0 else 1.0
+    return Distortion(J, J, J_uncomp, rho2)
+
+
+def dropped(head: LogitSums, keep: int) -> float:
+    """What is lost with all but the `keep` strongest of a head's own dimensions, uncompensated."""
     E = head.energy()
-    pruned = top(E.diagonal(), len(B))[1]
-    J_uncomp = float(E[pruned[:, None], pruned].sum())
-    J, J_star = error(head, A, B), error(head, best, B)
-    rho2 = min(1.0, max(0.0, 1 - J_star / J_uncomp)) if J_uncomp > 0 else 1.0
-    return Distortion(J, min(J, J_star), J_uncomp, rho2)
+    pruned = top(E.diagonal(), keep)[1]
+    return float(E[pruned[:, None], pruned].sum())
