@@ -9,6 +9,7 @@ from torch import Tensor
 
 from corp.errors import StatisticsError
 from corp.numerics.rotary import pair_moments
+from corp.stats.blocks import query_blocks, same_lengths
 from corp.stats.moments import sum_device
 
 # Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) do not exist. An entry is
@@ -50,11 +51,12 @@ class PairSums:
         """
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
-        for q_part, k_part in _without_padding(q, k, mask):
+        for q_part, k_part in same_lengths(q, k, mask):
             self.tokens += q_part.shape[0] * q_part.shape[2]
             turned = q_part[..., : self.width], k_part[..., : self.width]
-            for g_q, g_k in _entries(*turned, PAIR_BLOCKS if causal else 1, window):
-                self.raw += self._moments(g_q, self._repeated(g_k))
+            for block in query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None))):
+                g_q = block.queries.mT @ block.queries
+                self.raw += self._moments(g_q, self._repeated(block.key_gram))
             for g_q, g_k in self._attention(q_part, k_part, scale, causal, window):
                 self.weighted += self._moments(g_q, g_k)
 
@@ -123,30 +125,3 @@ class PairSums:
 
 def _outer(x: Tensor) -> Tensor:
     return x[..., :, None] * x[..., None, :]
-
-
-def _without_padding(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Samples in groups of equal length: what is summed then depends on the sample alone."""
-    if mask is None:
-        yield q, k
-        return
-    lengths = mask.sum(1)
-    for length in [x for x in lengths.unique().tolist() if x]:
-        rows = (lengths == length).nonzero().squeeze(1)
-        where = mask[rows].nonzero()[:, 1].unflatten(0, (-1, length))  # (b, length)
-        yield tuple(x[rows[:, None], :, where].transpose(1, 2) for x in (q, k))  # type: ignore[misc]
-
-
-def _entries(q: Tensor, k: Tensor, blocks: int, window: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Grams of a block of queries (B, H, d, d) and of the keys it sees (B, K, d, d)."""
-    if blocks == 1:
-        yield q.mT @ q, k.mT @ k
-        return
-    blocks = min(blocks, q.shape[2])
-    g_k, start = torch.zeros((), device=k.device, dtype=k.dtype), 0
-    for q_block, k_block in zip(*(x.tensor_split(blocks, dim=2) for x in (q, k)), strict=True):
-        end = start + q_block.shape[2]
-        near = k_block if window is None else k[:, :, max(0, start - window + 1) : end]
-        g_k = near.mT @ near + (g_k if window is None else 0.0)
-        yield q_block.mT @ q_block, g_k
-        start = end
