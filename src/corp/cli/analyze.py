@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json as json_
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import DataError
 from corp.sites import Sites
 from corp.stats import Statistics
+from corp.text import write_csv
 
 COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
 PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"
@@ -99,11 +99,7 @@ def _write(out: Path, analysis: Analysis, content: dict[str, Any], *, title: str
 
     with new_folder(out, overwrite=overwrite) as folder:
         (folder / DATA).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
-        with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-            entries = [row.to_dict() for row in analysis.rows]
-            writer = csv.DictWriter(file, list(entries[0]) if entries else ["site"], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(entries)
+        write_csv(folder / TABLE, content["rows"], first="site")
         redundancy_chart(_curves(analysis.of("mlp")), _ranges(analysis), folder / PICTURE, title=title)
 
 
