@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,7 +50,7 @@ def analyze(
 ) -> None:
     """Show how redundant the MLP channels and the Q/K dimensions of MODEL are on the data of --calib or --stats."""
     if out is not None:
-        import matplotlib as _  # noqa: F401  (missing: said before the data pass, not after it)
+        import_module("matplotlib")  # missing: said before the data pass, not after it
 
         refuse_existing(out, overwrite=overwrite)
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -98,7 +99,7 @@ def sweep(
     )
     recipes = grid.recipes()
     if out is not None:
-        import matplotlib as _  # noqa: F401  (missing: said before the work, not after it)
+        import_module("matplotlib")  # missing: said before the work, not after it
     dense = o.place(o.load_model(model, weights), device, dtype)
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, IMAGES)
