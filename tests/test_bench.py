@@ -13,15 +13,14 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
 import corp
 from corp.cli import bench
 from corp.cli.contenders import Contender, explain
-from corp.cli.main import app
 from corp.errors import ModelError, RecipeError
 from corp.measure import timing
 from corp.measure.footprint import disk_bytes, peak_bytes, weight_bytes
+from tests.command import run
 from tests.models import build, vit
 
 MODEL = "deit_tiny_patch16_224"
@@ -169,10 +168,6 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = corp.Recipe(mlp=0.6, attn=0.4, compensate="none", skip=("blocks.[2-9].attn", "blocks.1?.attn"))
     corp.save(corp.prune(model, [torch.randn(4, 3, 64, 64)], recipe), path)
     return path
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def test_a_lone_folder_is_compared_with_its_dense_base(pruned: Path) -> None:

@@ -14,12 +14,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import corp
 from corp import CorpError, Recipe, Result, _torchvision, storage
-from corp.cli.main import app
 from tests import hf_folders, models, test_hf_rotary
+from tests.command import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 BOTH = Recipe(mlp=0.5, attn=0.5)
@@ -244,16 +243,12 @@ def test_a_process_without_corp_computes_and_generates_the_same(tmp_path: Path) 
     assert all(float(value) < 1e-9 for value in apart.values()), apart
 
 
-def run(*args: object) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What corp prune makes of an OPT with its tokenizer."""
     root = tmp_path_factory.mktemp("opt")
     hf_folders.opt(root / "dense")
-    (root / "texts.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in hf_folders.sentences(60, 40)))
+    hf_folders.texts(root / "texts.jsonl")
     made = run(
         *("prune", f"hf:{root / 'dense'}", "--calib", root / "texts.jsonl", "--mlp", 0.5, "--attn", 0.25),
         *("-o", root / "pruned", "--device", "cpu"),
