@@ -101,3 +101,9 @@ def sentences(count: int, length: int = 12, seed: int = 0) -> list[str]:
     return [
         " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=draw).tolist()) for _ in range(count)
     ]
+
+
+def texts(path: Path) -> Path:
+    """A file of 60 documents of 40 words."""
+    path.write_text("\n".join(json.dumps({"text": line}) for line in sentences(60, 40)))
+    return path

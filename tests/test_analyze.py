@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 import corp
 from corp.adapters.registry import find_sites
 from corp.analysis import analyze
-from corp.cli.main import app
 from corp.errors import StatisticsError
 from corp.numerics.redundancy import effective_rank, inactivity, k_share, redundancy
 from corp.stats import Grams, SiteSums, Statistics
+from tests.command import run
 from tests.models import build, images
 
 
@@ -152,10 +151,6 @@ def test_statistics_of_another_model_are_refused() -> None:
         analyze(find_sites(build("vit")), stats)
     with pytest.raises(StatisticsError, match="no statistics of site"):
         analyze(find_sites(build("vit")), Statistics())
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,14 @@ import timm
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
 import corp
 from corp.cli import bench
-from corp.cli.main import app
+from corp.cli.contenders import Contender, explain
 from corp.errors import ModelError, RecipeError
 from corp.measure import timing
 from corp.measure.footprint import disk_bytes, peak_bytes, weight_bytes
+from tests.command import run
 from tests.models import build, vit
 
 MODEL = "deit_tiny_patch16_224"
@@ -170,10 +170,6 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 def test_a_lone_folder_is_compared_with_its_dense_base(pruned: Path) -> None:
     result = run("bench", pruned, "--batch", 16, "--rounds", 6, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
@@ -213,24 +209,24 @@ def test_noise_is_called_noise() -> None:
 
 
 def test_a_dense_model_has_no_causes() -> None:
-    contender = bench.Contender("m", vit(), {})
+    contender = Contender("m", vit(), {})
     same = timing.gain(times(1.0, 5.0), times(1.0, 5.0), ideal=1.0)
-    assert bench.explain(contender, times(1.0, 5.0), same) == []
+    assert explain(contender, times(1.0, 5.0), same) == []
 
 
 def test_round_widths_and_mlp_pruning_have_no_causes_either() -> None:
     model = vit(embed_dim=48, mlp_ratio=4.0)  # 192 hidden channels
     result = corp.prune(model, [torch.randn(50, 3, 16, 16)], corp.Recipe(mlp=0.5, round_to=64, compensate="none"))
-    contender = bench.Contender("m", result.model, {"blocks.0.mlp": 192, "blocks.1.mlp": 192})
+    contender = Contender("m", result.model, {"blocks.0.mlp": 192, "blocks.1.mlp": 192})
     slow = times(4.9, 6.0)
-    assert bench.explain(contender, slow, timing.gain(slow, slow, ideal=1.0)) == []
-    (text,) = bench.explain(contender, slow, timing.gain(times(5.0, 10.0), slow, ideal=1.7))
+    assert explain(contender, slow, timing.gain(slow, slow, ideal=1.0)) == []
+    (text,) = explain(contender, slow, timing.gain(times(5.0, 10.0), slow, ideal=1.7))
     assert text.startswith("m: batch 1 is bound by launching operations")
     assert "4900.00 ms alone but 600.00 ms in a batch of 10" in text
 
 
 def test_inputs_are_those_of_the_model_or_given() -> None:
-    small, large = (bench.Contender(str(size), vit(img_size=size), {}) for size in (16, 32))
+    small, large = (Contender(str(size), vit(img_size=size), {}) for size in (16, 32))
     assert bench.common_shape([small, small], None) == (3, 16, 16)
     assert bench.common_shape([small, large], "3x16x16") == (3, 16, 16)
     with pytest.raises(ModelError, match="16: 3x16x16, 32: 3x32x32"):
@@ -238,7 +234,7 @@ def test_inputs_are_those_of_the_model_or_given() -> None:
     with pytest.raises(ModelError, match="should look like"):
         bench.common_shape([small], "3x-1")
     with pytest.raises(ModelError, match="does not say what it takes"):
-        bench.common_shape([bench.Contender("own", nn.Linear(3, 3), {})], None)
+        bench.common_shape([Contender("own", nn.Linear(3, 3), {})], None)
     with pytest.raises(ModelError, match="a forward pass over 2 samples of 3x20x20 failed"):
         bench.measure([small], (3, 20, 20), 2, 6)
 

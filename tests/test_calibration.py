@@ -21,6 +21,7 @@ from corp.calibration import Settings
 from corp.stats import Moments
 from corp.stats.collect import choose_tokens
 from corp.stats.memory import human, parse_bytes, passes, site_bytes, working_bytes
+from tests.command import run
 from tests.models import build, images
 
 HERE = Path(__file__).parent
@@ -350,19 +351,15 @@ def test_a_failing_worker_fails_all_and_leaves_no_statistics(tmp_path: Path) -> 
 
 
 def test_merging_folders_equals_one_pass(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from corp.cli.main import app
-
     model, data = build("vit"), images(8, 20)
     corp.calibrate(model, data[:4], settings=ALL, origin={"data fingerprint": "a"}).save(tmp_path / "a")
     corp.calibrate(model, data[4:], settings=ALL, origin={"data fingerprint": "b"}).save(tmp_path / "b")
-    done = CliRunner().invoke(app, ["merge", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "c")])
+    done = run("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "c")
     assert done.exit_code == 0, done.output
     merged, whole = Statistics.load(tmp_path / "c"), corp.calibrate(model, data, settings=ALL)
     assert merged.samples == whole.samples
     x, y = merged.moments_of("blocks.1.mlp").all, whole.moments_of("blocks.1.mlp").all
     torch.testing.assert_close(x.cov, y.cov, rtol=1e-9, atol=1e-9)
-    twice = CliRunner().invoke(app, ["merge", str(tmp_path / "a"), str(tmp_path / "c"), "-o", str(tmp_path / "d")])
+    twice = run("merge", tmp_path / "a", tmp_path / "c", "-o", tmp_path / "d")
     assert twice.exit_code == 1
     assert "counted twice" in twice.output

@@ -16,11 +16,10 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 import corp
-from corp.cli.main import app
 from corp.cli.sweep import parse_range
+from tests.command import run
 
 MODEL = "deit_tiny_patch16_224"
 
@@ -40,10 +39,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
         noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
         Image.fromarray(noise.numpy()).resize((240, 240)).save(folder / f"{i}.png")
     return folder
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def test_prune_writes_a_folder_that_loads(weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,23 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import corp
 from corp.adapters import timm_models
-from corp.cli.main import app
 from corp.data.images import ImageBatches, list_images
 from corp.data.labels import LabelledBatches, find_labels, read_labels
+from tests import command
 
 MODEL = "deit_tiny_patch16_224"
 
 
 def run(*args: object) -> Result:
-    return CliRunner().invoke(app, ["eval", *(str(arg) for arg in args)])
+    return command.run("eval", *args)
 
 
 def content(*args: object) -> dict[str, Any]:
-    result = run(*args, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
-    loaded: dict[str, Any] = json.loads(result.stdout)
-    return loaded
+    return command.content("eval", *args, "--device", "cpu")
 
 
 def photo(path: Path, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import corp
 from corp import CorpError, Recipe, Result, _torchvision, storage
-from corp.cli.main import app
 from tests import hf_folders, models, test_hf_rotary
+from tests.command import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 BOTH = Recipe(mlp=0.5, attn=0.5)
@@ -243,16 +243,12 @@ def test_a_process_without_corp_computes_and_generates_the_same(tmp_path: Path) 
     assert all(float(value) < 1e-9 for value in apart.values()), apart
 
 
-def run(*args: object) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What corp prune makes of an OPT with its tokenizer."""
     root = tmp_path_factory.mktemp("opt")
     hf_folders.opt(root / "dense")
-    (root / "texts.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in hf_folders.sentences(60, 40)))
+    hf_folders.texts(root / "texts.jsonl")
     made = run(
         *("prune", f"hf:{root / 'dense'}", "--calib", root / "texts.jsonl", "--mlp", 0.5, "--attn", 0.25),
         *("-o", root / "pruned", "--device", "cpu"),
@@ -304,14 +300,59 @@ def test_export_says_what_it_did_and_refuses_what_it_cannot(opt: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_tokenizer_comes_from_where_the_model_was_loaded(opt: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def loaded(opt: Path) -> Result:
+    """A model that knows where it was loaded from, pruned."""
     model = hf.OPTForCausalLM.from_pretrained(opt / "dense").eval()
     data = [{"input_ids": torch.randint(4, 24, (20, 12))} for _ in range(3)]
-    corp.save(corp.prune(model, data, Recipe(mlp=0.5)), tmp_path / "out", profile="standard")
-    assert len(hf.AutoTokenizer.from_pretrained(tmp_path / "out")) == 24
+    return corp.prune(model, data, Recipe(mlp=0.5))
+
+
+def test_the_tokenizer_comes_from_where_the_model_was_loaded(opt: Path, loaded: Result, tmp_path: Path) -> None:
+    for profile in ("compact", "standard"):
+        corp.save(loaded, tmp_path / profile, profile=profile)
+        assert len(hf.AutoTokenizer.from_pretrained(tmp_path / profile)) == 24
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "tokenizer.json").symlink_to(opt / "dense" / "tokenizer.json")
     from corp.adapters.hf_export import companions
 
     assert companions([str(tmp_path / "linked"), "no/such-model", "hf:/nowhere"], tmp_path) == []
     assert storage.PROFILES == ("compact", "standard", "compat")
+
+
+def test_a_given_place_for_the_tokenizer_comes_first(loaded: Result, tmp_path: Path) -> None:
+    hf_folders.tokenizer(both_ends=True).save_pretrained(tmp_path / "given")
+    for profile in ("compact", "standard"):
+        corp.save(loaded, tmp_path / profile, profile=profile, companions=[tmp_path / "given"])
+        assert hf.AutoTokenizer.from_pretrained(tmp_path / profile)("cat")["input_ids"] == [3, 6, 1]  # <s> cat </s>
+
+
+@pytest.mark.parametrize(
+    ("failure", "seen"), [(OSError(28, "No space left on device"), CorpError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+@pytest.mark.parametrize("profile", ["compact", "standard"])
+def test_a_copy_of_the_tokenizer_that_ends_halfway_leaves_nothing(
+    loaded: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, failure: BaseException, seen: Any
+) -> None:
+    def halfway(_source: object, target: Path) -> None:
+        assert not (tmp_path / "out").exists()  # so that even a kill leaves no folder that lacks something
+        target.write_text("{")
+        raise failure
+
+    monkeypatch.setattr("corp.adapters.hf_export.shutil.copyfile", halfway)
+    with pytest.raises(seen):
+        corp.save(loaded, tmp_path / "out", profile=profile)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pruning_again_finds_the_tokenizer_and_says_when_there_is_none(opt: Path, tmp_path: Path) -> None:
+    calib = ("--calib", opt / "texts.jsonl", "--samples", 8, "--device", "cpu")
+    shutil.copytree(opt / "pruned", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    made = run("prune", tmp_path / "bare", *calib, "--mlp", 0.5, "-o", tmp_path / "again")
+    assert "goes without" not in made.output  # it is where the first model came from
+    assert len(hf.AutoTokenizer.from_pretrained(tmp_path / "again")) == 24
+    shutil.copytree(opt / "dense", tmp_path / "dense", ignore=shutil.ignore_patterns("tokenizer*"))
+    stats = tmp_path / "stats"
+    assert run("calibrate", tmp_path / "dense", *calib, "--tokenizer", opt / "dense", "-o", stats).exit_code == 0
+    made = run("prune", tmp_path / "dense", "--stats", stats, "--mlp", 0.5, "-o", tmp_path / "none", "--device", "cpu")
+    assert "goes without tokenizer.json" in " ".join(made.output.split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,32 +12,14 @@ import torch
 import transformers
 from PIL import Image
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import corp
 from corp.adapters import hf_models
-from corp.cli.main import app
 from corp.cli.models import ENCODER, kind_of, load_model, without_cache
 from corp.cli.sources import sequences_per_batch
 from corp.errors import DataError, ModelError
 from tests import hf_folders
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def content(*args: object) -> dict[str, Any]:
-    result = run(*args, "--json")
-    assert result.exit_code == 0, result.output
-    loaded: dict[str, Any] = json.loads(result.stdout)
-    return loaded
-
-
-def failure(*args: object) -> str:
-    result = run(*args)
-    assert result.exit_code == 1, result.output
-    return " ".join(result.output.split())
+from tests.command import content, failure, run
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +39,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("\n".join(json.dumps({"text": line}) for line in hf_folders.sentences(60, 40)))
-    return path
+    return hf_folders.texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import corp
 from corp.cli.main import app
@@ -22,6 +22,7 @@ from corp.recipe import Recipe
 from corp.report import remake, svg
 from corp.report.html import PAGE, Run, page
 from corp.report.tables import Report
+from tests import command
 from tests.models import images, vit
 
 EVIL = "<script>alert(1)</script>"
@@ -239,7 +240,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(*args: object) -> Result:
-    return CliRunner().invoke(app, ["report", *map(str, args)])
+    return command.run("report", *args)
 
 
 def test_saving_writes_the_page_that_the_command_writes(saved: Path, tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ def test_runs_sweeps_and_demos_go_on_one_page(saved: Path, tmp_path: Path) -> No
 
 def test_the_demo_writes_a_page_with_curves_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp.cli.demo.SPARSITIES", (0.5,))
-    made = CliRunner().invoke(app, ["demo", "-o", str(tmp_path / "demo")])
+    made = command.run("demo", "-o", tmp_path / "demo")
     assert made.exit_code == 0, made.output
     parsed = Page((tmp_path / "demo" / "report.html").read_text())
     assert {*TITLES, "Accuracy without any training after pruning"} == set(parsed.text["b"])

@@ -95,13 +95,15 @@ def padded(lengths: list[int], width: int, side: str) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 4)])
 @pytest.mark.parametrize("folded", [False, True])
-def test_grams_are_sums_over_the_queries_and_keys_that_exist(side: str, causal: bool, folded: bool) -> None:
+def test_grams_are_sums_over_the_queries_and_keys_that_exist(
+    side: str, causal: bool, window: int | None, folded: bool
+) -> None:
     heads, d, lengths = 2, 3, [11, 1, 5, 11, 20]
     (q, mask), (k, _) = padded(lengths, heads * d, side), padded(lengths, heads * d, side)
     grams = Grams(heads, d)
-    grams.update(q, k, q_mask=mask, k_mask=mask, causal=causal)
+    grams.update(q, k, q_mask=mask, k_mask=mask, causal=causal, window=window)
     if folded:
         grams.fold()
     E, H = torch.zeros(heads, d, d, dtype=torch.float64), torch.zeros(heads, d, d, dtype=torch.float64)
@@ -112,7 +114,8 @@ def test_grams_are_sums_over_the_queries_and_keys_that_exist(side: str, causal: 
         blocks = torch.arange(length).tensor_split(min(CAUSAL_BLOCKS, length)) if causal else [torch.arange(length)]
         for block in blocks:
             entries += 1
-            seen = K[: int(block[-1]) + 1]
+            first = 0 if window is None else max(0, int(block[0]) - window + 1)
+            seen = K[first : int(block[-1]) + 1]
             for h in range(heads):
                 g_q, g_k = Q[block, h].T @ Q[block, h], seen[:, h].T @ seen[:, h]
                 E[h] += g_q * g_k

@@ -22,8 +22,8 @@ from corp.data.images import ImageBatches
 from corp.errors import DataError, RecipeError, StorageError
 from corp.report import sweeps
 from corp.sweeping import Grid, Sweep
+from tests.command import run
 from tests.models import images, vit
-from tests.test_cli import run
 
 MODEL = "test_vit"  # the smallest that timm has
 GRID = Grid([0.25, 0.5], ["mlp", "both"], compensations=["full", "none"])

@@ -1,8 +1,8 @@
-"""What a batch is, and how a model takes it."""
+"""What a batch is, how a model takes it, and how many there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -67,6 +67,35 @@ def size_of(batch: Any) -> int:
     values = list(batch.values()) if isinstance(batch, Mapping) else [batch]
     first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
     return 1 if first is None else len(first)
+
+
+def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
+    """(index, index of its first sample, batch) of the wanted batches.
+
+    Data that can make single batches (`indexed`, as data.images has) does not make the others.
+    """
+    indexed = getattr(batches, "indexed", None)
+    if indexed is not None:
+        yield from indexed(wanted)
+        return
+    start = 0
+    for index, batch in enumerate(batches):
+        if wanted(index):
+            yield index, start, batch
+        start += size_of(batch)
+
+
+def count_samples(batches: Iterable[Any]) -> int | None:
+    """How many samples there are, where that can be told without reading them."""
+    known = getattr(batches, "samples", None)
+    if isinstance(known, int):
+        return known
+    if isinstance(batches, list | tuple):
+        return sum(map(size_of, batches))
+    dataset = getattr(batches, "dataset", None)  # a torch DataLoader
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    return None
 
 
 def describe(batch: Any) -> Any:

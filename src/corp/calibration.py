@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from corp.atomic import lock_folder, read_json, refuse_existing, write_text
-from corp.batches import Forward, describe, move, run, size_of
+from corp.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of
 from corp.checkpoint import Checkpoint, prepare_folder, publish
 from corp.errors import CorpError, DataError, StatisticsError
 from corp.offload import PLACES, offloaded
@@ -264,35 +264,6 @@ class Job:
 def enough_tokens(width: int, samples: int | None) -> int:
     """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0, all, if nobody knows."""
     return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0
-
-
-def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
-    """(index, index of its first sample, batch) of the wanted batches.
-
-    Data that can make single batches (`indexed`, as data.images has) does not make the others.
-    """
-    indexed = getattr(batches, "indexed", None)
-    if indexed is not None:
-        yield from indexed(wanted)
-        return
-    start = 0
-    for index, batch in enumerate(batches):
-        if wanted(index):
-            yield index, start, batch
-        start += size_of(batch)
-
-
-def count_samples(batches: Iterable[Any]) -> int | None:
-    """How many samples there are, where that can be told without reading them."""
-    known = getattr(batches, "samples", None)
-    if isinstance(known, int):
-        return known
-    if isinstance(batches, list | tuple):
-        return sum(map(size_of, batches))
-    dataset = getattr(batches, "dataset", None)  # a torch DataLoader
-    if isinstance(dataset, Sized):
-        return len(dataset)
-    return None
 
 
 def _problem(action: Callable[[], None]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from corp.adapters.registry import adapter_named, adapters_for
+from corp.adapters.registry import adapter_named, adapters_for, library_of
 from corp.api import Result, history, set_history, shrink
 from corp.atomic import file_in, new_folder, read_json, refuse_existing
 from corp.errors import CorpError, StorageError
@@ -38,12 +39,14 @@ def save(
     profile: str = COMPACT,
     overwrite: bool = False,
     command: str | None = None,
+    companions: Sequence[str | Path] = (),
 ) -> None:
     """Write the pruned model into the folder `path`: weights, plan, recipe, base model, report and a model card.
 
     The folder appears whole or not at all. A model that cannot be rebuilt from its name (a class of the
     user's own, unusual arguments) is saved too; loading it then takes the dense model: load(path, base=...).
-    `command` is put on record as what made it.
+    `command` is put on record as what made it. Tokenizer or preprocessing files are put beside a transformers model,
+    from the first place that has any: `companions` (folders or hub ids), then where the dense model was.
 
     That is the profile "compact", which corp.load reads. The others need no corp: they are written by the model's own
     library, read back with it and compared. "standard" says narrower MLPs in the config, and pads pruned queries
@@ -52,9 +55,11 @@ def save(
     if not isinstance(result, Result):
         raise StorageError(f"corp.save takes the Result of prune or apply, not {type(result).__name__}")
     check_profile(profile, PROFILES)
+    sources = _sources([str(place) for place in companions], result.model, result.origin)
     if profile != COMPACT:
         origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
-        _write_profile(result.model, _base(result), Path(path), profile, [], origin, overwrite=overwrite)
+        with new_folder(Path(path), overwrite=overwrite) as folder:
+            write_profile(result.model, _base(result), folder, Path(path), profile, sources, origin)
         return
     manifest = {
         "format": FORMAT,
@@ -75,6 +80,8 @@ def save(
         (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
         name = Path(path).resolve().name
         (folder / PAGE).write_text(page([Run(name, manifest, result.report)]), encoding="utf-8")
+        for library in filter(None, (library_of(adapter.name) for adapter in adapters_for(result.model))):
+            library.companions(sources, folder)
 
 
 def export(
@@ -87,27 +94,17 @@ def export(
     refuse_existing(Path(out), overwrite=overwrite)
     origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
     origin["command"] = command
-    return _write_profile(
-        load(folder), manifest["base"], Path(out), profile, [str(folder)], origin, overwrite=overwrite
-    )
+    model = load(folder)
+    sources = _sources([str(folder)], model, manifest.get("calibration"))
+    with new_folder(Path(out), overwrite=overwrite) as new:
+        return write_profile(model, manifest["base"], new, Path(out), profile, sources, origin)
 
 
-def _write_profile(
-    model: nn.Module,
-    base: dict[str, Any] | None,
-    path: Path,
-    profile: str,
-    sources: list[str],
-    record: dict[str, Any],
-    *,
-    overwrite: bool,
-) -> Exported:
-    # Tokenizer and preprocessing may also be where the dense model was.
-    calibration, config = record["calibration"], getattr(model, "config", None)
-    known = calibration.get("model") if isinstance(calibration, dict) else None
-    sources = [*sources, *(s for s in (known, getattr(config, "name_or_path", None)) if isinstance(s, str) and s)]
-    with new_folder(path, overwrite=overwrite) as folder:
-        return write_profile(model, base, folder, path, profile, sources, record)
+def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
+    """Where tokenizer and preprocessing may be: where one is told, or where the dense model was."""
+    origin = calibration.get("model") if isinstance(calibration, dict) else None
+    loaded_from = getattr(getattr(model, "config", None), "name_or_path", None)
+    return [*given, *(place for place in (origin, loaded_from) if isinstance(place, str) and place)]
 
 
 def check_profile(profile: str, known: tuple[str, ...]) -> None:

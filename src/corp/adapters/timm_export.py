@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from corp.adapters.registry import Library, find_sites
+from corp.adapters.timm_models import from_folder
 from corp.adapters.timm_vit import rebuild
-from corp.errors import StorageError
+from corp.errors import ModelError, StorageError
 
 
 def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> dict[str, Any]:
@@ -53,16 +53,15 @@ def write(model: nn.Module, identity: dict[str, Any], folder: Path) -> None:
 
 def read(_identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> nn.Module:
     try:
-        model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    except Exception as error:  # timm's and torch's own complaints
-        raise StorageError(f"timm cannot load what it saved: {error}") from error
-    return model.to(dtype).eval()
+        return from_folder(folder).to(dtype)
+    except ModelError as error:
+        raise StorageError(f"what timm saved does not load: {error}") from error
 
 
 def example(model: nn.Module) -> Tensor:
-    size: tuple[int, ...] = model.pretrained_cfg["input_size"]  # type: ignore[index, assignment]
-    patches: Any = model.patch_embed
-    height, width = patches.img_size or size[1:]
+    made: Any = model  # timm's models have attributes that nn.Module does not declare
+    patches = made.patch_embed
+    height, width = patches.img_size or made.pretrained_cfg["input_size"][1:]
     return torch.randn(2, patches.proj.in_channels, height, width, generator=torch.Generator().manual_seed(0))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json as json_
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import DataError
 from corp.sites import Sites
 from corp.stats import Statistics
+from corp.text import write_csv
 
 COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
 PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"
@@ -49,7 +50,7 @@ def analyze(
 ) -> None:
     """Show how redundant the MLP channels and the Q/K dimensions of MODEL are on the data of --calib or --stats."""
     if out is not None:
-        import matplotlib as _  # noqa: F401  (missing: said before the data pass, not after it)
+        import_module("matplotlib")  # missing: said before the data pass, not after it
 
         refuse_existing(out, overwrite=overwrite)
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
@@ -99,11 +100,7 @@ def _write(out: Path, analysis: Analysis, content: dict[str, Any], *, title: str
 
     with new_folder(out, overwrite=overwrite) as folder:
         (folder / DATA).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
-        with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-            entries = [row.to_dict() for row in analysis.rows]
-            writer = csv.DictWriter(file, list(entries[0]) if entries else ["site"], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(entries)
+        write_csv(folder / TABLE, content["rows"], first="site")
         redundancy_chart(_curves(analysis.of("mlp")), _ranges(analysis), folder / PICTURE, title=title)
 
 

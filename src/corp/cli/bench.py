@@ -6,40 +6,26 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import nn
 
-from corp import storage
-from corp.adapters.registry import find_sites
-from corp.api import history
 from corp.batches import run
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
+from corp.cli.contenders import Contender, explain, gather, home, placed
 from corp.cli.models import CAUSAL, ENCODER, kind_of
 from corp.cli.sources import sequence_length
-from corp.errors import CorpError, CorpWarning, ModelError
+from corp.errors import CorpWarning, ModelError
 from corp.measure import timing
 from corp.measure.footprint import Sizes, measure_sizes
-from corp.sites import Site
 
 SIZES = ("model", "parameters", "MACs", "on disk", "peak memory", "latency p50", "p95", "throughput")
 GAINS = ("against {}", "latency", "95 % interval", "throughput", "95 % interval", "ideal", "reached")
-TILES = {"mlp": ("mlp", 64), "attn": ("head", 8)}  # per kind: its name in --round-to, the width kernels take whole
 SEQ_LEN = 512  # tokens per sequence where nobody says how many
 LATENCY_CALLS = 5  # per round: a percentile wants more calls than a median of rounds does
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A model to time; `dense_widths` are those its pruned sites had once."""
-
-    name: str
-    model: nn.Module
-    dense_widths: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ def bench(
 
     Weights do not change the time: timm names and dense bases are built with random ones, nothing is downloaded.
     """
-    contenders = [_placed(contender, device, dtype) for contender in gather(models)]
+    contenders = [placed(contender, device, dtype) for contender in gather(models)]
     if seq_len is not None and input is not None:
         raise ModelError("--seq-len and --input both say what goes in; give one")
     for contender in contenders:
@@ -94,7 +80,7 @@ def bench(
     gains = [compare(measured[0], other) for other in measured[1:]]
     pairs = zip(contenders[1:], measured[1:], gains, strict=True)
     causes = [text for c, m, g in pairs for text in explain(c, m.times, g)]
-    settings = {"device": str(_home(contenders[0])), "dtype": dtype, "threads": used, "batch": batch, "rounds": rounds}
+    settings = {"device": str(home(contenders[0])), "dtype": dtype, "threads": used, "batch": batch, "rounds": rounds}
     if json:
         entries = [m.to_dict() for m in measured]
         for entry, gain in zip(entries[1:], gains, strict=True):
@@ -105,34 +91,6 @@ def bench(
     _show(measured, gains, settings)
     for text in causes:
         warnings.warn(text, CorpWarning, stacklevel=1)
-
-
-def gather(names: list[str]) -> list[Contender]:
-    """The models by name; before a lone pruned folder goes its dense base."""
-    if len(names) == 1 and (Path(names[0]) / storage.MANIFEST).is_file():
-        folder = Path(names[0])
-        try:
-            base = storage.rebuild(storage.read_manifest(folder)["base"], folder)
-        except CorpError as error:
-            raise ModelError(
-                f"{error}. To time it against another model give both: corp bench DENSE {folder}"
-            ) from error
-        return [Contender("dense base", base.eval(), {}), _contender(names[0])]
-    return [_contender(name) for name in names]
-
-
-def _contender(name: str) -> Contender:
-    model = o.load_model(name, None, pretrained=False)
-    before = {site.name: site.width for plan in reversed(history(model)) for site in plan.sites}
-    return Contender(name, model, before)
-
-
-def _placed(contender: Contender, device: str, dtype: str) -> Contender:
-    return Contender(contender.name, o.place(contender.model, device, dtype), contender.dense_widths)
-
-
-def _home(contender: Contender) -> torch.device:
-    return next(contender.model.parameters()).device
 
 
 def common_shape(contenders: list[Contender], given: str | None) -> tuple[int, ...]:
@@ -219,46 +177,8 @@ def _call(model: nn.Module, x: Any) -> Callable[[], object]:
     return call
 
 
-def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:
-    """Why pruning helps less than its MACs promise: causes that shapes and times show, each with its remedy."""
-    changed = [s for s in find_sites(contender.model) if s.width < contender.dense_widths.get(s.name, s.width)]
-    texts = [*_unequal_widths(contender, [s for s in changed if s.kind == "attn"]), *_odd_widths(changed)]
-    if timing.launch_bound(times, gain):
-        texts.append(
-            f"batch 1 is bound by launching operations, not by arithmetic: MACs fell {gain.ideal:.2f}x, latency "
-            f"{gain.latency.value:.2f}x, and a sample takes {1e3 * times.alone:.2f} ms alone but "
-            f"{1e3 * times.together:.2f} ms in a batch of {times.batch}; larger batches, torch.compile or CUDA graphs "
-            "help there, narrower layers do not"
-        )
-    return [f"{contender.name}: {text}" for text in texts]
-
-
-def _unequal_widths(contender: Contender, narrow: list[Site]) -> Iterator[str]:
-    """What surgery.attention.attend has to do for values that are wider than queries and keys."""
-    if not narrow:
-        return
-    on_cuda = _home(contender).type == "cuda"
-    does = "the flash kernel wants equal widths, so the slower memory-efficient one runs"
-    pads = "the fused kernel wants equal widths, so q and k are padded back and their product costs what it did"
-    yield (
-        f"{_some(narrow)}: q/k of {narrow[0].width} beside v of {contender.dense_widths[narrow[0].name]}: "
-        f"{does if on_cuda else pads}; only the projections got cheaper. Pruning the MLPs gains more time"
-    )
-
-
-def _odd_widths(changed: list[Site]) -> Iterator[str]:
-    for kind, (key, tile) in TILES.items():
-        if odd := [site for site in changed if site.kind == kind and site.width % tile]:
-            fact = f"width {odd[0].width} is no multiple of {tile}, so kernels run part-filled tiles"
-            yield f"{_some(odd)}: {fact}; prune with --round-to {key}={tile}"
-
-
 def compare(baseline: Measured, other: Measured) -> timing.Gain:
     return timing.gain(baseline.times, other.times, ideal=baseline.sizes.macs / max(1, other.sizes.macs))
-
-
-def _some(sites: list[Site]) -> str:
-    return sites[0].name + (f" and {len(sites) - 1} more" if len(sites) > 1 else "")
 
 
 @contextmanager

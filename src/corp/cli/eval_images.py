@@ -66,7 +66,7 @@ def evaluate_images(
     paths = choose(list_images(data), samples, seed)
     rows = _rows(loaded)
     reference = rows[0] if len(rows) > 1 else None
-    found = _labels(labels, data, rows)
+    found = find_labels(labels, data, rows[0].name, rows[0].model)
     if found is None and reference is None:
         raise DataError(
             f"nothing to measure: {rows[0].name} has neither labels nor another model to go by; give --dense"
@@ -96,17 +96,18 @@ def _rows(loaded: dict[str, nn.Module]) -> list[Row]:
     ]
 
 
-def _labels(labels: str | None, folders: list[Path], rows: list[Row]) -> dict[Path, int] | None:
-    from corp.data.labels import find_labels, read_labels
+def find_labels(labels: str | None, folders: list[Path], name: str, model: nn.Module) -> dict[Path, int] | None:
+    """The class of every image, as --labels says or as the folders tell; None where there is nothing to go by."""
+    from corp.data import labels as known
 
-    classes = classes_of(rows[0].model)
+    classes = classes_of(model)
     if labels == "none":
         return None
     if labels is not None:
         if classes == 0:
-            raise DataError(f"{rows[0].name} has no classifier, so --labels cannot be used; give --labels none")
-        return read_labels(Path(labels), folders)
-    found = None if classes == 0 else find_labels(folders, classes)
+            raise DataError(f"{name} has no classifier, so --labels cannot be used; give --labels none")
+        return known.read_labels(Path(labels), folders)
+    found = None if classes == 0 else known.find_labels(folders, classes)
     if found is None and classes != 0:
         note(f"no accuracy: no {classes} sub-folders or synset ids name the classes (--labels FILE.csv does)")
     return found

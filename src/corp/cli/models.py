@@ -118,22 +118,24 @@ def preprocessing_of(name: str, model: nn.Module) -> Callable[..., Any]:
     return hf_models.preprocessing(_home(name, hf_models.PREPROCESSING_FILES, "put it there"))
 
 
-def save_companions(name: str, model: nn.Module, out: Path, tokenizer: str | None) -> None:
-    """Put a model's tokenizer or image preprocessing into the folder of its pruned copy, if nobody did yet."""
+def companion_places(name: str, model: nn.Module, tokenizer: str | None) -> list[str]:
+    """Where a model's tokenizer or image preprocessing may be, first what was given."""
+    given = [] if tokenizer is None or kind_of(model) == IMAGE else [tokenizer]
+    return [*given, name, *([origin] if (origin := _origin(Path(name))) else [])]
+
+
+def lacking_companions(model: nn.Module, out: Path) -> str | None:
+    """What a pruned copy of the model, saved as `out`, has to do without, if anything."""
     if not _of_transformers(model):
-        return
+        return None
     from corp.adapters import hf_models
 
     images = kind_of(model) == IMAGE
     files = hf_models.PREPROCESSING_FILES if images else hf_models.TOKENIZER_FILES
     if any((out / file).is_file() for file in files):
-        return
-    try:
-        companion: Any = preprocessing_of(name, model) if images else tokenizer_of(name, tokenizer)
-    except DataError as error:
-        note(f"{out} goes without: {error}")
-        return
-    (companion.processor if images else companion).save_pretrained(out)
+        return None
+    remedy = "put one there" if images else "put one there, or say where it is with --tokenizer FOLDER"
+    return f"{out} goes without {files[0]}: the model has none; {remedy}"
 
 
 def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
@@ -144,13 +146,18 @@ def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
     folder = Path(name)
     if any((folder / file).is_file() for file in files):
         return str(folder)
-    try:
-        origin = str(storage.read_manifest(folder)["calibration"].get("model", ""))
-    except (CorpError, KeyError, AttributeError):
-        origin = ""
+    origin = _origin(folder)
     if not origin or _hf_place(origin) is None:
         raise DataError(f"{name} holds no {' or '.join(files[:2])}; {remedy}")
     return str(_hf_place(origin))
+
+
+def _origin(folder: Path) -> str:
+    """The model that a folder of corp's was made from, if it is one and says so."""
+    try:
+        return str(storage.read_manifest(folder)["calibration"].get("model", ""))
+    except (CorpError, KeyError, AttributeError):
+        return ""
 
 
 def chosen_device(device: str) -> str:

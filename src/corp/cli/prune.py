@@ -17,7 +17,7 @@ from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.models import IMAGE, kind_of, save_companions
+from corp.cli.models import IMAGE, companion_places, kind_of, lacking_companions
 from corp.errors import DataError
 from corp.plan import COLUMNS
 from corp.recipe import COORDINATES, SUBSPACE
@@ -99,8 +99,11 @@ def prune(
     with progress("planning", None, "sites") as advance:
         plan = api.plan(dense, statistics, recipe, progress=advance)
     result = api.apply(dense, statistics, plan)
-    storage.save(result, out, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]]))
-    save_companions(model, dense, out, tokenizer)
+    places = companion_places(model, dense, tokenizer)
+    line = shlex.join(["corp", *sys.argv[1:]])
+    storage.save(result, out, overwrite=overwrite, command=line, companions=places)
+    if lacking := lacking_companions(dense, out):
+        note(lacking)
     if not json:
         show_report(result.report)
         note(f"saved to {out}; load it with corp.load({str(out)!r})")

@@ -16,7 +16,7 @@ from corp.plan import Plan
 from corp.report.elements import Cell
 from corp.report.html import Chart, Run, Study, page
 from corp.report.svg import Series
-from corp.report.sweeps import lines, number
+from corp.report.sweeps import METRICS, lines, number
 from corp.report.tables import Report
 from corp.storage import MANIFEST, PLAN, REPORT, read_manifest
 from corp.sweeping import RESULT
@@ -24,15 +24,6 @@ from corp.sweeping import RESULT
 DEMO = "demo.json"
 DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
 WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp sweep, or a folder of corp demo"
-METRICS = {
-    "top1": ("Accuracy against sparsity", "top-1 accuracy"),
-    "perplexity": ("Perplexity against sparsity", "perplexity"),
-    "cosine": ("Likeness to the dense embedding", "cosine"),
-    "agreement": ("Same answer as the dense model", "top-1 agreement"),
-    "kl": ("Distance from the dense model", "KL divergence, nats"),
-    "mlp error": ("Predicted error, MLP", "average over sites"),
-    "attn error": ("Predicted error, Attention", "average over sites"),
-}
 
 
 @command
@@ -98,8 +89,8 @@ def sweep_study(name: str, rows: Any) -> Study:
     if not known:
         raise StorageError(f"{name} does not hold corp sweep's rows; give {WANTED}")
     charts = [
-        Chart(title, y, series, _decimals if metric in ("kl", "perplexity") else _percents)
-        for metric, (title, y) in METRICS.items()
+        Chart(shown.title, shown.axis, series, _percents if shown.share else _decimals)
+        for metric, shown in METRICS.items()
         if (series := [Series(label, points) for label, points in lines(rows, metric).items()])
     ]
     columns = list(dict.fromkeys(str(key) for row in rows for key in row))

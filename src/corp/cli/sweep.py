@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json as json_
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +18,8 @@ from corp.calibration import Settings
 from corp.cli import eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.models import CAUSAL, IMAGE, classes_of, kind_of, tokenizer_of, without_cache
+from corp.cli.eval_images import find_labels
+from corp.cli.models import CAUSAL, IMAGE, kind_of, tokenizer_of, without_cache
 from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate.classify import Score
@@ -28,6 +29,7 @@ from corp.recipe import Recipe
 from corp.report.sweeps import draw
 from corp.stats import Statistics
 from corp.sweeping import Grid, Row, Sweep
+from corp.text import write_csv
 from corp.version import __version__
 
 TABLE = "sweep.csv"
@@ -97,7 +99,7 @@ def sweep(
     )
     recipes = grid.recipes()
     if out is not None:
-        import matplotlib as _  # noqa: F401  (missing: said before the work, not after it)
+        import_module("matplotlib")  # missing: said before the work, not after it
     dense = o.place(o.load_model(model, weights), device, dtype)
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, IMAGES)
@@ -209,15 +211,13 @@ def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: st
 
 def _on_images(dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
     from corp.data.images import list_images
-    from corp.data.labels import LabelledBatches, find_labels, read_labels
+    from corp.data.labels import LabelledBatches
 
     count = samples or len(list_images(data))
     images = o.image_batches(
         dense, data, count, source.seed, source.batch_size or IMAGE_BATCH, source.max_bad, name=source.model
     )
-    found = None
-    if labels != "none":
-        found = read_labels(Path(labels), data) if labels else find_labels(data, classes_of(dense))
+    found = find_labels(labels, data, source.model, dense)
     batches = images if found is None else LabelledBatches(images, found)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
@@ -240,11 +240,7 @@ def _measured(intervals: dict[str, Interval | None]) -> Row:
 def _write(folder: Path, content: dict[str, Any]) -> None:
     (folder / sweeping.RESULT).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
     rows = content["rows"]
-    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(folder / TABLE, rows, first="samples")
     draw(rows, content["dense"], folder, content["model"])
 
 

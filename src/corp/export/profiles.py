@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from corp.tying import assign
 from corp.version import __version__
 
 STANDARD, COMPAT = "standard", "compat"
+Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]
 RECORD, CARD = "corp-export.json", "README.md"
 
 
@@ -61,17 +62,17 @@ def write_profile(
     `base` is how its dense architecture is rebuilt; `path` is what the folder will be called. Tokenizer and
     preprocessing come from the first of `sources` that has them.
     """
-    library, rebuild = _library(base)
+    library, make = _library(base)
     identity: dict[str, Any] = (base or {})["identity"]
-    plans, biases = history(model), _new_biases(model, rebuild(identity))
+    plans, biases = history(model), _new_biases(model, _build(make, identity))
     if profile == STANDARD:
         widths = {site.name: site.width for site in find_sites(model).mlp}
         identity = library.resize(identity, widths, bool(biases))
         # Their config says the width: nothing to pad there.
         plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind != "mlp")) for plan in plans)
-    target = rebuild(identity, meta=False)
+    target = _build(make, identity, "cpu")
     _refuse(set(biases) - set(target.state_dict()), library, profile)
-    assign(target, pad(model, rebuild(identity), plans))
+    assign(target, pad(model, _build(make, identity), plans))
     library.write(target.eval(), identity, folder)
     difference = _check(model, library, identity, folder)
     made = Exported(
@@ -100,18 +101,8 @@ def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder:
     return difference
 
 
-class _Rebuild:
-    """The dense architecture, on the meta device unless told otherwise."""
-
-    def __init__(self, make: Callable[[dict[str, Any]], nn.Module]) -> None:
-        self.make = make
-
-    def __call__(self, identity: dict[str, Any], *, meta: bool = True) -> nn.Module:
-        with torch.device("meta" if meta else "cpu"):
-            return self.make(identity)
-
-
-def _library(base: dict[str, Any] | None) -> tuple[Library, _Rebuild]:
+def _library(base: dict[str, Any] | None) -> tuple[Library, Make]:
+    """The library that the model is of, and how to build models of it."""
     adapter = (base or {}).get("adapter")
     library = library_of(str(adapter))
     if base is None or library is None or not isinstance(base.get("identity"), dict):
@@ -119,7 +110,12 @@ def _library(base: dict[str, Any] | None) -> tuple[Library, _Rebuild]:
         raise StorageError(f"the profiles standard and compat do not know {what}; save it as profile='compact'")
     make = adapter_named(str(adapter)).rebuild
     assert make is not None
-    return library, _Rebuild(make)
+    return library, make
+
+
+def _build(make: Make, identity: dict[str, Any], device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        return make(identity)
 
 
 def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:

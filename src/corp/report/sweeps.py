@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]
-# What is shown of a sweep, best first, and how it reads on an axis.
-METRICS = {
-    "top1": "top-1 accuracy",
-    "perplexity": "perplexity",
-    "cosine": "cosine to the dense embedding",
-    "agreement": "agreement with the dense model",
-    "mlp error": "predicted error of the MLPs",
-    "attn error": "predicted error of the attention logits",
+
+
+class Metric(NamedTuple):
+    """How a column of a sweep is shown: over a chart, on its axis, and whether it is a share of one."""
+
+    title: str
+    axis: str
+    share: bool = True
+
+
+METRICS = {  # best first
+    "top1": Metric("Accuracy against sparsity", "top-1 accuracy"),
+    "perplexity": Metric("Perplexity against sparsity", "perplexity", share=False),
+    "cosine": Metric("Likeness to the dense embedding", "cosine to the dense embedding"),
+    "agreement": Metric("Same answer as the dense model", "agreement with the dense model"),
+    "kl": Metric("Distance from the dense model", "KL divergence, nats", share=False),
+    "mlp error": Metric("Predicted error, MLP", "predicted error of the MLPs"),
+    "attn error": Metric("Predicted error, Attention", "predicted error of the attention logits"),
 }
 KIND_LABELS = {"mlp": "MLP", "attn": "attention", "both": "both"}
 
@@ -94,8 +104,7 @@ def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]
     metric = shown_metric(rows)
     if metric is None:
         return []
-    y, whole, made = METRICS[metric], number(dense.get(metric)), []
-    share = metric != "perplexity"
+    (_, y, share), whole, made = METRICS[metric], number(dense.get(metric)), []
 
     def distinct(get: Any) -> int:
         return len({get(row) for row in rows})

@@ -211,7 +211,7 @@ class Collector:
                 shared = site.heads // site.groups
                 k = k.unflatten(-1, (site.groups, -1)).repeat_interleave(shared, dim=2).flatten(2)
             grams = self._current(site.plain_name, Grams)
-            grams.update(q, k, **masks)
+            grams.update(q, k, window=site.window, **masks)
             _require_finite(grams, site.name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from corp.errors import StatisticsError
 from corp.numerics.linalg import map_packed, pack, packed_index, packed_size, unpack
+from corp.stats.blocks import query_blocks, same_lengths
 from corp.stats.moments import sum_device
 
 FOLD_BLOCK = 256  # entries folded at once: one large product instead of many thin ones
@@ -22,11 +22,11 @@ class Grams:
     """g_q = Q^T Q and g_k = K^T K of every entry and head, or the sum of their Kronecker products.
 
     An entry is a set of queries and the keys they see: a sample, or under a causal mask a block of its queries with
-    all keys up to the block's end. Few entries are kept one by one (packed, float32 like the products they are), with
-    the number and the sum of each entry's keys, from which the Grams of centred keys follow: softmax ignores what is
-    constant along a row. Past the number at which that would be larger than sum_b vech(g_k) vech(g_q)^T, once with the
-    keys as they are and once centred, they are folded into those sums (float64). Both hold all that any choice of
-    dimensions or of subspaces needs.
+    all keys up to the block's end, or those in its window. Few entries are kept one by one (packed, float32 like the
+    products they are), with the number and the sum of each entry's keys, from which the Grams of centred keys follow:
+    softmax ignores what is constant along a row. Past the number at which that would be larger than
+    sum_b vech(g_k) vech(g_q)^T, once with the keys as they are and once centred, they are folded into those sums
+    (float64). Both hold all that any choice of dimensions or of subspaces needs.
     """
 
     def __init__(self, heads: int, width: int) -> None:
@@ -54,31 +54,28 @@ class Grams:
         q_mask: Tensor | None = None,
         k_mask: Tensor | None = None,
         causal: bool = False,
+        window: int | None = None,
     ) -> None:
         """Add samples with queries q (B, n, H d) and keys k (B, m, H d); masks (B, n), (B, m) are True at real tokens.
 
-        `causal` samples have as many queries as keys, and one mask: q_mask.
+        `causal` samples have as many queries as keys, and one mask, q_mask; their queries see the `window` last keys.
         """
         self.samples += len(q)
         if causal:
-            for q_part, k_part in same_lengths(q, k, q_mask):
-                self._add_causal(self._by_head(q_part), self._by_head(k_part))
+            for q_part, k_part in same_lengths(self._by_head(q), self._by_head(k), q_mask):
+                self._add_causal(q_part.contiguous(), k_part.contiguous(), window)
             return
         q, k = self._by_head(_zeroed(q, q_mask)), self._by_head(_zeroed(k, k_mask))
         tokens = q.shape[0] * q.shape[2] if q_mask is None else int(q_mask.sum())
         keys = k.new_full((len(k),), k.shape[2]) if k_mask is None else k_mask.sum(1)
         self._append(_packed_gram(q), _packed_gram(k), k.sum(2), keys, tokens)
 
-    def _add_causal(self, q: Tensor, k: Tensor) -> None:
-        """Samples of one length n, q and k (B, H, n, d): blocks of queries against all keys up to the block's end."""
-        B, _, n, _ = q.shape
-        blocks = min(CAUSAL_BLOCKS, n)
-        seen_gram, seen_sum, end = torch.zeros((), device=q.device), torch.zeros((), device=q.device), 0
-        for q_block, k_block in zip(q.tensor_split(blocks, dim=2), k.tensor_split(blocks, dim=2), strict=True):
-            end += q_block.shape[2]
-            seen_gram, seen_sum = seen_gram + k_block.mT @ k_block, seen_sum + k_block.sum(2)
-            keys = k.new_full((B,), end)
-            self._append(_packed_gram(q_block), _to_sums(pack(seen_gram)), seen_sum, keys, B * q_block.shape[2])
+    def _add_causal(self, q: Tensor, k: Tensor, window: int | None) -> None:
+        """Samples of one length n, q and k (B, H, n, d): an entry per block of queries."""
+        for block in query_blocks(q, k, CAUSAL_BLOCKS, window):
+            keys, tokens = k.new_full((len(k),), block.keys), len(q) * block.queries.shape[2]
+            g_k = _to_sums(pack(block.key_gram))
+            self._append(_packed_gram(block.queries), g_k, block.key_sum, keys, tokens)
 
     def _append(self, g_q: Tensor, g_k: Tensor, key_sum: Tensor, keys: Tensor, tokens: int) -> None:
         self._q.append(g_q)
@@ -216,18 +213,6 @@ def _to_sums(x: Tensor) -> Tensor:
 def _zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
     """Zeros where the mask (B, n) is False: such a token adds nothing to a Gram, whatever it held."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
-
-
-def same_lengths(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Samples in groups of equal length, without their padding: blocks then depend on the sample alone."""
-    if mask is None:
-        yield q, k
-        return
-    lengths = mask.sum(1)
-    for length in lengths.unique().tolist():
-        group = lengths == length
-        if length:
-            yield tuple(x[group][mask[group]].unflatten(0, (-1, length)) for x in (q, k))
 
 
 class HeadGrams(Protocol):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from corp.errors import StatisticsError
 from corp.numerics.rotary import pair_moments
+from corp.stats.blocks import query_blocks, same_lengths
 from corp.stats.moments import sum_device
 
 # Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) do not exist. An entry is
@@ -50,36 +49,36 @@ class PairSums:
         """
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
-        for q_part, k_part in _without_padding(q, k, mask):
+        for q_part, k_part in same_lengths(q, k, mask):
             self.tokens += q_part.shape[0] * q_part.shape[2]
             turned = q_part[..., : self.width], k_part[..., : self.width]
-            for g_q, g_k in _entries(*turned, PAIR_BLOCKS if causal else 1, window):
-                self.raw += self._moments(g_q, self._repeated(g_k))
-            for g_q, g_k in self._attention(q_part, k_part, scale, causal, window):
-                self.weighted += self._moments(g_q, g_k)
+            for block in query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None))):
+                g_q = block.queries.mT @ block.queries
+                self.raw += self._added(pair_moments(g_q, self._repeated(block.key_gram)).sum(0))
+            self.weighted += self._added(self._attended(q_part, k_part, scale, causal, window))
 
-    def _attention(
-        self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """q_m q_m^T and the covariance of the keys under query m's attention, each (B, H, d, d)."""
+    def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+        """(H, d, d): of the queries looked at, pair moments of q_m q_m^T and the covariance of the keys under p_m."""
         n, every = q.shape[2], self._repeated(k)
-        keys = every[..., : self.width]
-        for m in ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long().tolist():
-            first = 0 if window is None else max(0, m - window + 1)
-            seen = slice(first, m + 1) if causal else slice(None)
-            p = (scale * (every[:, :, seen] @ q[:, :, m, :, None])).softmax(2)  # (B, H, keys, 1)
-            near = keys[:, :, seen]
-            mean = (p * near).sum(2)
-            query = q[:, :, m, : self.width]
-            yield _outer(query), (p * near).mT @ near - _outer(mean)
+        looked_at = ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long()
+        back = looked_at[:, None] - torch.arange(n)  # (M, n)
+        hidden = (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
+        asking = q[:, :, looked_at]  # (B, H, M, d)
+        attention = (scale * asking @ every.mT).masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
+        first, second = (half.contiguous() for half in every[..., : self.width].split(self.width // 2, -1))
+        sums = q.new_zeros(4, len(q), self.heads, self.width // 2, self.width // 2)
+        for m, query in enumerate(asking[..., : self.width].unbind(2)):
+            seen = (~hidden[m]).nonzero()
+            part = slice(int(seen[0]), int(seen[-1]) + 1)
+            _add_moments(sums, query, first[:, :, part], second[:, :, part], attention[:, :, m, part, None])
+        return _joined(sums.sum(1))
 
     def _repeated(self, x: Tensor) -> Tensor:
         """Keys, or their Grams, once for every query head that shares them."""
         return x if self.heads == self.kv_heads else x.repeat_interleave(self.heads // self.kv_heads, dim=1)
 
-    def _moments(self, g_q: Tensor, g_k: Tensor) -> Tensor:
-        summed = pair_moments(g_q, g_k).sum(0)
-        return summed.to(sum_device(summed)).double().to(self.raw.device)
+    def _added(self, x: Tensor) -> Tensor:
+        return x.to(sum_device(x)).double().to(self.raw.device)
 
     def group(self, g: int, *, weighted: bool) -> Tensor:
         """(R, d, d): the query heads that share key head g."""
@@ -121,32 +120,33 @@ class PairSums:
         return {"counts": (2,), "raw": (heads, width, width), "weighted": (heads, width, width)}
 
 
-def _outer(x: Tensor) -> Tensor:
-    return x[..., :, None] * x[..., None, :]
+def _add_moments(sums: Tensor, query: Tensor, first: Tensor, second: Tensor, p: Tensor) -> None:
+    """Add those of one query (B, H, d) and the keys it sees, halves of whose pairs are (B, H, n, d / 2), under p.
+
+    In the complex z_j: Re and Im of z_i z_j, then of z_i conj(z_j). These take fewer passes than numerics.rotary's
+    pair_moments, and three of the four quarters of the keys' covariance.
+    """
+    weighted = p * first, p * second  # (B, H, n, d / 2)
+    means = [x.sum(2) for x in weighted]
+    k11 = weighted[0].mT @ first - _outer(means[0], means[0])
+    k21 = weighted[1].mT @ first - _outer(means[1], means[0])
+    k22 = weighted[1].mT @ second - _outer(means[1], means[1])
+    re, im = query.chunk(2, -1)
+    q11, q21, q22 = _outer(re, re), _outer(im, re), _outer(im, im)
+    for start, (a, b), (c, d) in (
+        (0, (q11 - q22, q21.mT + q21), (k11 - k22, k21.mT + k21)),
+        (2, (q11 + q22, q21 - q21.mT), (k11 + k22, k21 - k21.mT)),
+    ):
+        sums[start].addcmul_(a, c).addcmul_(b, d)
+        sums[start + 1].addcmul_(b, c).addcmul_(a, d, value=-1)
 
 
-def _without_padding(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Samples in groups of equal length: what is summed then depends on the sample alone."""
-    if mask is None:
-        yield q, k
-        return
-    lengths = mask.sum(1)
-    for length in [x for x in lengths.unique().tolist() if x]:
-        rows = (lengths == length).nonzero().squeeze(1)
-        where = mask[rows].nonzero()[:, 1].unflatten(0, (-1, length))  # (b, length)
-        yield tuple(x[rows[:, None], :, where].transpose(1, 2) for x in (q, k))  # type: ignore[misc]
+def _joined(sums: Tensor) -> Tensor:
+    """(H, d, d) of x and y, from the four sums (4, H, d / 2, d / 2) of _add_moments."""
+    re, im, re_conj, im_conj = sums / 2
+    xx, yy, yx, xy = re_conj + re, re_conj - re, im + im_conj, im - im_conj
+    return torch.cat([torch.cat([xx, xy], -1), torch.cat([yx, yy], -1)], -2)
 
 
-def _entries(q: Tensor, k: Tensor, blocks: int, window: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Grams of a block of queries (B, H, d, d) and of the keys it sees (B, K, d, d)."""
-    if blocks == 1:
-        yield q.mT @ q, k.mT @ k
-        return
-    blocks = min(blocks, q.shape[2])
-    g_k, start = torch.zeros((), device=k.device, dtype=k.dtype), 0
-    for q_block, k_block in zip(*(x.tensor_split(blocks, dim=2) for x in (q, k)), strict=True):
-        end = start + q_block.shape[2]
-        near = k_block if window is None else k[:, :, max(0, start - window + 1) : end]
-        g_k = near.mT @ near + (g_k if window is None else 0.0)
-        yield q_block.mT @ q_block, g_k
-        start = end
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    return x[..., :, None] * y[..., None, :]

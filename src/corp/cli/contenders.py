@@ -1,0 +1,95 @@
+"""The models that corp bench times, and why one gained less than its arithmetic promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from corp import storage
+from corp.adapters.registry import find_sites
+from corp.api import history
+from corp.cli import options as o
+from corp.errors import CorpError, ModelError
+from corp.measure import timing
+from corp.sites import Site
+
+TILES = {"mlp": ("mlp", 64), "attn": ("head", 8)}  # per kind: its name in --round-to, the width kernels take whole
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model to time; `dense_widths` are those its pruned sites had once."""
+
+    name: str
+    model: nn.Module
+    dense_widths: dict[str, int]
+
+
+def gather(names: list[str]) -> list[Contender]:
+    """The models by name; before a lone pruned folder goes its dense base."""
+    if len(names) == 1 and (Path(names[0]) / storage.MANIFEST).is_file():
+        folder = Path(names[0])
+        try:
+            base = storage.rebuild(storage.read_manifest(folder)["base"], folder)
+        except CorpError as error:
+            raise ModelError(
+                f"{error}. To time it against another model give both: corp bench DENSE {folder}"
+            ) from error
+        return [Contender("dense base", base.eval(), {}), _contender(names[0])]
+    return [_contender(name) for name in names]
+
+
+def _contender(name: str) -> Contender:
+    model = o.load_model(name, None, pretrained=False)
+    before = {site.name: site.width for plan in reversed(history(model)) for site in plan.sites}
+    return Contender(name, model, before)
+
+
+def placed(contender: Contender, device: str, dtype: str) -> Contender:
+    return Contender(contender.name, o.place(contender.model, device, dtype), contender.dense_widths)
+
+
+def home(contender: Contender) -> torch.device:
+    return next(contender.model.parameters()).device
+
+
+def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:
+    """Why pruning helps less than its MACs promise: causes that shapes and times show, each with its remedy."""
+    changed = [s for s in find_sites(contender.model) if s.width < contender.dense_widths.get(s.name, s.width)]
+    texts = [*_unequal_widths(contender, [s for s in changed if s.kind == "attn"]), *_odd_widths(changed)]
+    if timing.launch_bound(times, gain):
+        texts.append(
+            f"batch 1 is bound by launching operations, not by arithmetic: MACs fell {gain.ideal:.2f}x, latency "
+            f"{gain.latency.value:.2f}x, and a sample takes {1e3 * times.alone:.2f} ms alone but "
+            f"{1e3 * times.together:.2f} ms in a batch of {times.batch}; larger batches, torch.compile or CUDA graphs "
+            "help there, narrower layers do not"
+        )
+    return [f"{contender.name}: {text}" for text in texts]
+
+
+def _unequal_widths(contender: Contender, narrow: list[Site]) -> Iterator[str]:
+    """What surgery.attention.attend has to do for values that are wider than queries and keys."""
+    if not narrow:
+        return
+    on_cuda = home(contender).type == "cuda"
+    does = "the flash kernel wants equal widths, so the slower memory-efficient one runs"
+    pads = "the fused kernel wants equal widths, so q and k are padded back and their product costs what it did"
+    yield (
+        f"{_some(narrow)}: q/k of {narrow[0].width} beside v of {contender.dense_widths[narrow[0].name]}: "
+        f"{does if on_cuda else pads}; only the projections got cheaper. Pruning the MLPs gains more time"
+    )
+
+
+def _odd_widths(changed: list[Site]) -> Iterator[str]:
+    for kind, (key, tile) in TILES.items():
+        if odd := [site for site in changed if site.kind == kind and site.width % tile]:
+            fact = f"width {odd[0].width} is no multiple of {tile}, so kernels run part-filled tiles"
+            yield f"{_some(odd)}: {fact}; prune with --round-to {key}={tile}"
+
+
+def _some(sites: list[Site]) -> str:
+    return sites[0].name + (f" and {len(sites) - 1} more" if len(sites) > 1 else "")
