@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import corp
 from corp import CorpError, Recipe
+from corp.batches import example, move
 from corp.calibration import Settings
+from corp.measure.units import unit_costs
 from corp.sites import AttentionSite, MLPSite, Rows, ValueSite
 from corp.stats.grams import CAUSAL_BLOCKS
 from tests.hf_models import output_of
@@ -72,20 +74,25 @@ def test_pruned_model_is_smaller_dense_and_trainable(family: str) -> None:
     assert all(site.width * site.heads == 12 for site in narrowed)
 
 
-def test_predicted_distortion_equals_the_measured_one_at_every_site(family: str) -> None:
+@pytest.mark.parametrize("basis", ["coordinates", "subspace"])
+def test_predicted_distortion_equals_the_measured_one_at_every_site(family: str, basis: str) -> None:
     """Prune one site alone, so that it sees what the dense model's sees, and compare with the plan; ridge > 0."""
     model, data = build(family), batches(family)
     stats = corp.calibrate(model, data, settings=Settings(tokens="all"))
     stats = dataclasses.replace(stats, inputs=None)  # no need to count operations every time
-    plan = corp.plan(model, stats, dataclasses.replace(all_kinds(family, 0.5), mlp=0.4, ridge=1e-2))
+    recipe = dataclasses.replace(all_kinds(family, 0.5), mlp=0.4, ridge=1e-2, attn_basis=basis, vo_basis=basis)
+    plan = corp.plan(model, stats, recipe)
     assert len(plan.sites) == len(corp.find_sites(model))
+    if basis == "subspace":  # the MLPs are the same
+        plan = dataclasses.replace(plan, sites=tuple(site for site in plan.sites if site.kind != "mlp"))
+        assert all(site.basis == "subspace" for site in plan.sites)
     for planned in plan.sites:
         pruned = corp.apply(model, stats, dataclasses.replace(plan, sites=(planned,))).model
         if planned.kind != "attn":
             dense, narrow = (torch.cat([hidden_output(m, planned.name, x) for x in data]) for m in (model, pruned))
             measured = [float((dense - narrow).square().sum()) / (dense.numel() / dense.shape[-1])]
         else:
-            measured = logit_errors(model, pruned, planned.name, data)
+            measured = logit_errors(model, pruned, planned.name, data, centred=basis == "subspace")
         for cost, value in zip(planned.costs, measured, strict=True):
             assert pytest.approx(value, rel=1e-6, abs=1e-9 * cost.energy) == cost.J
 
@@ -101,24 +108,43 @@ def hidden_output(model: nn.Module, name: str, batch: Any) -> Tensor:
     return seen[0]
 
 
+def test_budgets_are_met_exactly_as_counted(family: str) -> None:
+    """What the plan thinks its widths cost is what the pruned model is counted to cost."""
+    model, data = build(family), batches(family)
+    stats = corp.calibrate(model, data)
+    equal = family != "scale-attn-norm"
+    result = corp.apply(model, stats, corp.plan(model, stats, Recipe(target_macs=0.7, equal_heads=equal)))
+    dense, pruned = result.report.macs
+    sites = corp.find_sites(model)
+    batch = example(stats.inputs, torch.device("cpu"))
+    units = unit_costs(model, sites, move(batch, torch.device("cpu"), torch.float64))
+    assert dense - pruned == sum(units[s.name].macs * (s.width - s.keep) for s in result.plan.sites)
+    assert 0.6 < pruned / dense <= 0.7
+    before, after = result.report.params
+    assert before - after == sum(units[s.name].params * (s.width - s.keep) for s in result.plan.sites)
+
+
 def all_kinds(family: str, sparsity: float) -> Recipe:
     """Everything that the family lets be pruned."""
     return Recipe(mlp=sparsity, attn=sparsity, vo=0.0 if family == "scale-attn-norm" else sparsity)
 
 
-def logit_errors(dense: nn.Module, pruned: nn.Module, name: str, data: list[Any]) -> list[float]:
-    """Per head, the squared difference of Q K^T over the pairs that count: all, or block-causal ones."""
+def logit_errors(dense: nn.Module, pruned: nn.Module, name: str, data: list[Any], centred: bool = False) -> list[float]:
+    """Per head, the squared difference of Q K^T over the pairs that count: all, or block-causal ones.
+
+    Of `centred` logits the mean along a row does not count: softmax ignores it.
+    """
     causal = bool(corp.find_sites(dense)[name].causal) or ("decoder.layers" in name and name.endswith("self_attn"))
     total: Tensor = torch.zeros((), dtype=torch.float64)
     for batch in data:
         logits = [torch.einsum("bnhd,bmhd->bhnm", *queries_and_keys(m, name, batch)) for m in (dense, pruned)]
-        difference = (logits[0] - logits[1]).square()
-        if causal:
-            n, end = difference.shape[-1], 0
-            for block in torch.arange(n).tensor_split(CAUSAL_BLOCKS):
-                end += len(block)
-                difference[..., block, end:] = 0
-        total = total + difference.sum((0, 2, 3))
+        difference = logits[0] - logits[1]  # (B, H, n, m)
+        n, ends = difference.shape[-1], [difference.shape[-1]]
+        blocks = list(torch.arange(difference.shape[-2]).tensor_split(CAUSAL_BLOCKS if causal else 1))
+        ends = [int(block[-1]) + 1 if causal and len(block) else n for block in blocks]
+        for block, end in zip(blocks, ends, strict=True):
+            seen = difference[..., block, :end]
+            total = total + (seen - centred * seen.mean(-1, keepdim=True)).square().sum((0, 2, 3))
     return total.tolist()
 
 
