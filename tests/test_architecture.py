@@ -19,10 +19,11 @@ LEVELS = {
     "plan": 4, "surgery": 4,
     "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "budget": 6, "api": 7, "demo": 7,
-    "export": 8, "sweeping": 8,
-    "storage": 9,
-    "cli": 10, "__main__": 11,
+    "budget": 6, "sharing": 7,
+    "api": 8, "demo": 8,
+    "export": 9, "sweeping": 9,
+    "storage": 10,
+    "cli": 11, "__main__": 12,
 }  # fmt: skip
 
 

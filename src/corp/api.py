@@ -19,7 +19,6 @@ from torch import nn
 from corp import workers
 from corp.adapters.registry import find_sites
 from corp.batches import Forward, evaluating, example, move, placement
-from corp.budget import budget_of, uniform
 from corp.calibration import Job, Progress, Settings
 from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
 from corp.folding import Planned, apply_sites
@@ -29,11 +28,11 @@ from corp.planning.heads import HeadSums, plan_attention
 from corp.planning.linear import plan_mlp, plan_values
 from corp.recipe import Recipe
 from corp.report.tables import Report
+from corp.sharing import choose_widths
 from corp.sites import AttentionSite, MLPSite, Site, Sites, heads_of, module_of
 from corp.stages import stage
 from corp.stats import Statistics
 from corp.surgery.linear import projection_at
-from corp.widths import width_of
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
@@ -92,16 +91,15 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progr
     sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights})
     require_prunable(sites, recipe)
-    budget = budget_of(model, sites, recipe, stats.inputs)
-    asked = recipe if budget is None else uniform(sites, recipe, budget)
+    widths = choose_widths(model, sites, stats, recipe)
     planned = []
     for site in sites:
-        with _at_site(site):
-            keep = width_of(site, sites, asked)
-            if keep < site.width:
-                planned.append(_plan_site(model, site, keep, stats, asked))
-        if progress:
-            progress(1)
+        keep = widths[site.name]
+        if keep < site.width:
+            with _at_site(site):
+                planned.append(_plan_site(model, site, keep, stats, recipe))
+            if progress:
+                progress(1)
     _warn_if_weak(planned, stats)
     return Plan(recipe, tuple(planned), stats.weights, stats.samples)
 

@@ -13,21 +13,32 @@ from corp.errors import RecipeError
 
 RANKINGS = ("combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation", "exact")
 COMPENSATIONS = ("full", "mean", "none")
-# What people would compare with, as settings of the same pipeline: (rank, compensate, intercept).
-PRESETS: dict[str, tuple[str, str, bool | str]] = {
-    "paper": ("combined", "full", "auto"),
-    "magnitude": ("magnitude", "none", "auto"),
-    "wanda": ("wanda", "none", "auto"),  # E[x²]^½·‖W‖, structured
-    "vbp": ("variance", "mean", "auto"),  # variance ranking, mean shift into the bias
-    "flap": ("fluctuation", "mean", "auto"),  # fluctuation score, bias compensation
-    "grail": ("wanda", "full", False),  # uncentred Gram ridge on the second linear
-}
 KINDS = ("mlp", "attn", "vo")  # the kinds of sites; each is a sparsity field of the recipe
 TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what sweeps prune at once
 RIDGE = 1e-3
 COORDINATES, SUBSPACE = "coordinates", "subspace"
 BASES = (COORDINATES, SUBSPACE)
 ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
+UNIFORM, WORTH = "uniform", "worth"
+ALLOCATIONS = (UNIFORM, WORTH)
+_PAPER: dict[str, Any] = {
+    "rank": "combined",
+    "compensate": "full",
+    "intercept": "auto",
+    "ridge": RIDGE,
+    "attn_basis": COORDINATES,
+    "allocate": UNIFORM,
+}
+# Ways of setting the fields that are not given: the paper's, ours, and what people would compare with.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _PAPER,
+    "best": {**_PAPER, "rank": "exact", "ridge": "auto", "attn_basis": SUBSPACE, "allocate": WORTH},
+    "magnitude": {**_PAPER, "rank": "magnitude", "compensate": "none"},
+    "wanda": {**_PAPER, "rank": "wanda", "compensate": "none"},  # E[x²]^½·‖W‖, structured
+    "vbp": {**_PAPER, "rank": "variance", "compensate": "mean"},  # variance ranking, mean shift into the bias
+    "flap": {**_PAPER, "rank": "fluctuation", "compensate": "mean"},  # fluctuation score, bias compensation
+    "grail": {**_PAPER, "rank": "wanda", "intercept": False},  # uncentred Gram ridge on the second linear
+}
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 
 
@@ -39,12 +50,14 @@ class Recipe:
     vo           the same of each head's value dimensions, which the output projection takes
     equal_heads  values become as wide as queries and keys (which decide): the fused attention kernel, a smaller cache
     target_macs, target_params
-                 instead of shares: the largest equal ones of MLP and Q/K (and values, with equal_heads) after which the
-                 model has at most this share of the dense one's multiply-accumulates or parameters
-    preset       "paper", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets the
-                 next three where they are not given
+                 instead of shares: what is removed leaves at most this share of the dense model's multiply-accumulates
+                 or parameters
+    allocate     what a target does: "uniform", the largest equal shares of MLP and Q/K (and values, with equal_heads)
+                 that meet it; "worth", MLPs and values share it out by what the next channel is worth
+    preset       "paper", "best", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets
+                 rank, compensate, intercept, ridge, attn_basis and allocate where they are not given
     rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active", "wanda",
-                 "variance", "fluctuation"
+                 "variance", "fluctuation", "exact" (what its removal costs after compensation, one by one)
     compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
     intercept    may compensation use the bias of the second linear? "auto": where there is one
     ridge        relative: lambda = ridge * mean diagonal of the system; "auto": what does best at the site on held-out
@@ -68,8 +81,9 @@ class Recipe:
     rank: str = ""
     compensate: str = ""
     intercept: bool | str = ""
-    ridge: float | str = RIDGE
-    attn_basis: str = COORDINATES
+    ridge: float | str = ""
+    attn_basis: str = ""
+    allocate: str = ""
     vo_basis: str = SUBSPACE
     round_to: int | str | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
@@ -81,7 +95,7 @@ class Recipe:
             put(self, kind, _sparsity(kind, getattr(self, kind)))
         self._check_targets()
         _one_of("preset", self.preset, tuple(PRESETS))
-        for name, value in zip(("rank", "compensate", "intercept"), PRESETS[self.preset], strict=True):
+        for name, value in PRESETS[self.preset].items():
             if getattr(self, name) == "":
                 put(self, name, value)
         _one_of("rank", self.rank, RANKINGS)
@@ -92,6 +106,7 @@ class Recipe:
             raise RecipeError("compensate='mean' is a correction of the bias: it cannot go with intercept=False")
         _one_of("vo_basis", self.vo_basis, BASES)
         _one_of("attn_basis", self.attn_basis, BASES)
+        _one_of("allocate", self.allocate, ALLOCATIONS)
         if self.ridge != "auto":
             put(self, "ridge", _non_negative("ridge", self.ridge))
         put(self, "round_to", _rounding(self.round_to))
@@ -140,6 +155,9 @@ class Recipe:
             if fnmatchcase(name, glob) and kind in changes:
                 wanted = changes[kind]
         return wanted
+
+    def overridden(self, kind: str, name: str) -> bool:
+        return any(fnmatchcase(name, glob) and kind in changes for glob, changes in self.overrides.items())
 
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.skip)

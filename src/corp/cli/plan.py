@@ -13,7 +13,7 @@ from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import StorageError
 from corp.plan import COLUMNS
-from corp.recipe import COORDINATES, SUBSPACE
+from corp.recipe import SUBSPACE
 
 
 @command
@@ -41,8 +41,9 @@ def plan(
     rank: r.Rank = "",
     compensate: r.Compensate = "",
     intercept: r.Intercept = "",
-    ridge: r.Ridge = "1e-3",
-    attn_basis: r.AttnBasis = COORDINATES,
+    ridge: r.Ridge = "",
+    attn_basis: r.AttnBasis = "",
+    allocate: r.Allocate = "",
     vo_basis: r.VoBasis = SUBSPACE,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
@@ -70,6 +71,7 @@ def plan(
         intercept=intercept,
         ridge=ridge,
         attn_basis=attn_basis,
+        allocate=allocate,
         vo_basis=vo_basis,
         round_to=round_to,
         skip=skip,

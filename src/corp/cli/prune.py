@@ -20,7 +20,7 @@ from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.models import IMAGE, companion_places, kind_of, lacking_companions
 from corp.errors import DataError
 from corp.plan import COLUMNS
-from corp.recipe import COORDINATES, SUBSPACE
+from corp.recipe import SUBSPACE
 from corp.report.tables import TOTALS, Report
 
 
@@ -49,8 +49,9 @@ def prune(
     rank: r.Rank = "",
     compensate: r.Compensate = "",
     intercept: r.Intercept = "",
-    ridge: r.Ridge = "1e-3",
-    attn_basis: r.AttnBasis = COORDINATES,
+    ridge: r.Ridge = "",
+    attn_basis: r.AttnBasis = "",
+    allocate: r.Allocate = "",
     vo_basis: r.VoBasis = SUBSPACE,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
@@ -85,6 +86,7 @@ def prune(
         intercept=intercept,
         ridge=ridge,
         attn_basis=attn_basis,
+        allocate=allocate,
         vo_basis=vo_basis,
         round_to=round_to,
         skip=skip,

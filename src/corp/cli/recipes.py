@@ -25,7 +25,7 @@ TargetParams = Annotated[
     float | None, typer.Option(help="Instead of shares: at most this share of the dense parameters.")
 ]
 Sparsity = Annotated[float | None, typer.Option(help="The same share for --mlp and --attn.")]
-Preset = Annotated[str, typer.Option(help=f"Sets the next three: {', '.join(PRESETS)}.")]
+Preset = Annotated[str, typer.Option(help=f"Sets what is not given: {', '.join(PRESETS)}.")]
 Rank = Annotated[str, typer.Option(help=f"MLP ranking: {', '.join(RANKINGS)}.", show_default="the preset's")]
 Compensate = Annotated[str, typer.Option(help="full, mean (bias only) or none.", show_default="the preset's")]
 Intercept = Annotated[
@@ -35,10 +35,25 @@ Intercept = Annotated[
     ),
 ]
 Ridge = Annotated[
-    str, typer.Option(help="Ridge, relative to the mean diagonal of the system; auto: what held-out batches say.")
+    str,
+    typer.Option(
+        help="Ridge, relative to the mean diagonal of the system; auto: what held-out batches say.",
+        show_default="the preset's",
+    ),
 ]
 AttnBasis = Annotated[
-    str, typer.Option(help="coordinates: keep Q/K dimensions; subspace: keep the best combinations of them.")
+    str,
+    typer.Option(
+        help="coordinates: keep Q/K dimensions; subspace: keep the best combinations of them.",
+        show_default="the preset's",
+    ),
+]
+Allocate = Annotated[
+    str,
+    typer.Option(
+        help="What a target does: uniform shares, or worth: shared out by what the next channel is worth.",
+        show_default="the preset's",
+    ),
 ]
 RoundTo = Annotated[
     str, typer.Option(help="Round kept widths up: a number, e.g. mlp=64,head=8, or fast, which is that.")
@@ -65,6 +80,7 @@ def make_recipe(
     intercept: str,
     ridge: str,
     attn_basis: str,
+    allocate: str,
     vo_basis: str,
     round_to: str,
     skip: list[str] | None,
@@ -88,8 +104,9 @@ def make_recipe(
         rank=rank,
         compensate=compensate,
         intercept=_INTERCEPTS[intercept],
-        ridge=ridge if ridge == "auto" else parse_number(ridge, float, "--ridge"),
+        ridge=ridge if ridge in ("", "auto") else parse_number(ridge, float, "--ridge"),
         attn_basis=attn_basis,
+        allocate=allocate,
         vo_basis=vo_basis,
         round_to=_rounding(round_to),
         skip=tuple(skip or ()),

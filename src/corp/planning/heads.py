@@ -55,7 +55,7 @@ def plan_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recip
         planned = [part.plan(g, ridge, sums.fits) for part in parts]
         kept.append(tuple(i for dims, _ in planned for i in dims))
         costs.append(together([cost for _, cost in planned]))
-    sparsity = recipe.sparsity("attn", site.name)
+    sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
     return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept), False, tuple(costs), ridge, basis)
 
 

@@ -40,7 +40,7 @@ def plan_mlp(site: MLPSite, keep: int, down: Projection, sums: SiteSums[Moments]
         kept, pruned = choose_channels(here, moments, keep, recipe)
     ridge = choose_ridge(sums, kept, pruned, recipe, layer)
     costs = (predict(here, sums, kept, pruned, recipe.compensate, ridge, layer),)
-    sparsity = recipe.sparsity("mlp", site.name)
+    sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("mlp", site.name)
     return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs, ridge)
 
 
@@ -57,7 +57,7 @@ def plan_values(site: ValueSite, keep: int, down: Projection, sums: SiteSums[Mom
     ridge = choose_ridge(sums, kept, pruned, recipe, layer)
     cost = predict(layer(sums.all), sums, kept, pruned, recipe.compensate, ridge, layer)
     groups = tuple(tuple(group.tolist()) for group in kept_groups)
-    sparsity = recipe.sparsity("vo", site.name)
+    sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("vo", site.name)
     return SitePlan(site.name, "vo", site.width, sparsity, groups, intercept, (cost,), ridge, recipe.vo_basis)
 
 

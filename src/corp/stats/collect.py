@@ -66,6 +66,7 @@ class Collector:
                     handles += watch(model, site)
                 else:
                     handles.append(self._watch_input(model, site))
+                    handles += self._watch_stream(model, site)
             yield
 
     @contextmanager
@@ -104,6 +105,22 @@ class Collector:
             _require_finite(moments, name)
 
         return self._before(model, site, see)
+
+    def _watch_stream(self, model: nn.Module, site: LinearSite) -> list[RemovableHandle]:
+        """What comes out of the block that holds the layer, into which the layer's own output was added."""
+        name = block_of(site.down)
+        if name is None:
+            return []
+        either_way: Any = model.get_submodule(site.down).weight  # (out, in), or (in, out) of a Conv1D
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            stream = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
+                mask = self.masks.of(site.mask)
+                x = _as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
+                self._current(site.name, Moments).see_stream(real_tokens(x, _fitting(mask, x, site.mask)))
+
+        return [model.get_submodule(name).register_forward_hook(after)]
 
     def _set_shift(self, name: str) -> Callable[[Tensor, Tensor | None], None]:
         def see(x: Tensor, mask: Tensor | None) -> None:
@@ -213,6 +230,13 @@ class Collector:
             grams = self._current(site.plain_name, Grams)
             grams.update(q, k, window=site.window, **masks)
             _require_finite(grams, site.name)
+
+
+def block_of(layer: str) -> str | None:
+    """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2"), as repeated blocks are."""
+    parts = layer.split(".")
+    depth = max((i for i, part in enumerate(parts[:-1]) if part.isdigit()), default=None)
+    return None if depth is None else ".".join(parts[: depth + 1])
 
 
 def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -18,7 +18,8 @@ class Moments:
     """Sums over tokens about a fixed shift, y = x - shift.
 
     Over all tokens: how many, sum y, sum y^2 (cheap; they rank channels and give the bias). Over all or a sample of
-    them: n, sum y, sum y y^T and how often |x| > eps (the fit needs no more than enough of them).
+    them: n, sum y, sum y y^T and how often |x| > eps (the fit needs no more than enough of them). And how large the
+    stream is that the layer's output is added to: sum ||r||^2 and how many tokens.
     Products are float32 (float64 for float64 models), sums float64. The shift is the first batch's mean
     unless one is set: without it a large mean would drown a small variance.
     """
@@ -33,6 +34,18 @@ class Moments:
         self.total = torch.zeros(width, dtype=torch.float64)  # (D,)
         self.outer = torch.zeros(width, width, dtype=torch.float64)  # (D, D), upper triangle by blocks
         self.active = torch.zeros(width, dtype=torch.float64)  # (D,)
+        self.stream = torch.zeros(2, dtype=torch.float64)
+
+    def see_stream(self, r: Tensor) -> None:
+        """Add tokens r (N, o) of the stream that the layer adds to."""
+        square = torch.linalg.vector_norm(r if r.dtype == torch.float64 else r.float()).double().square()
+        self.stream += torch.stack([square, square.new_tensor(float(len(r)))]).to(self.stream)
+
+    @property
+    def stream_energy(self) -> float | None:
+        """E||r||^2 of that stream; None where it was not seen."""
+        square, tokens = self.stream.tolist()
+        return square / tokens if tokens else None
 
     def update(self, x: Tensor, sample: Tensor | None = None) -> None:
         """Add the tokens x (N, D), the products of `sample` (n, D) only, if given."""
@@ -113,6 +126,7 @@ class Moments:
         both.total = self.total + rebased.total
         both.outer = self.outer + rebased.outer
         both.active = self.active + other.active
+        both.stream = self.stream + other.stream
         return both
 
     def state(self) -> dict[str, Tensor]:
@@ -126,6 +140,7 @@ class Moments:
             "total": self.total,
             "outer": pack(self.outer),
             "active": self.active,
+            "stream": self.stream,
         }
 
     @classmethod
@@ -136,6 +151,7 @@ class Moments:
         moments.shift = state["shift"] if len(state["shift"]) else None
         moments.total, moments.active = state["total"], state["active"]
         moments.outer = unpack(state["outer"], width)
+        moments.stream = state["stream"]
         return moments
 
     @staticmethod
@@ -149,6 +165,7 @@ class Moments:
             "total": (width,),
             "outer": (width * (width + 1) // 2,),
             "active": (width,),
+            "stream": (2,),
         }
 
     def _rebased(self, shift: Tensor) -> Moments:
@@ -158,6 +175,7 @@ class Moments:
             return self
         moved = Moments(self.width)
         moved.n, moved.seen, moved.shift, moved.active = self.n, self.seen, shift, self.active
+        moved.stream = self.stream
         moved.total_seen = self.total_seen + self.seen * e
         moved.square_seen = self.square_seen + 2 * e * self.total_seen + self.seen * e.square()
         moved.total = self.total + self.n * e
