@@ -98,7 +98,7 @@ def main() -> None:
     text = markdown_table(tuple(rows[0]), table)
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
     note = (
-        f"{HEADS} heads, dense width {DENSE}; {about}. Kernels: time over the dense kernel's at the same input, so less "
+        f"{HEADS} heads, dense width {DENSE}; {about}. Kernels: time over the dense kernel's at the same input: less "
         "is better. Module: how much faster the whole attention is, projections included.\n"
     )
     (RESULTS / "attention.md").write_text(f"{note}\n{text}\n", encoding="utf-8")
