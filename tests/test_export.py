@@ -46,7 +46,7 @@ def mlp_shapes(model: nn.Module) -> set[int]:
 
 @pytest.mark.parametrize("family", [name for name in models.FAMILIES if name.startswith("hf-")] + ROTARY)
 def test_both_profiles_compute_what_the_pruned_model_does(family: str, tmp_path: Path) -> None:
-    result, data = pruned(family)
+    result, data = pruned(family, Recipe(mlp=0.5, attn=0.5, vo=0.25))
     expected = models.run(result.model, data[0])
     dense = models.build(family) if family not in ROTARY else test_hf_rotary.build(family.removeprefix("rotary-"))
     for profile in PROFILES:
@@ -57,8 +57,22 @@ def test_both_profiles_compute_what_the_pruned_model_does(family: str, tmp_path:
             models.run(model, data[0]), expected, rtol=0, atol=1e-5 if "gemma" in family else 1e-9
         )
         assert mlp_shapes(model) == mlp_shapes(dense if profile == "compat" else result.model)
-        assert {site.width for site in corp.find_sites(model).attention} == {8}
+        sites = corp.find_sites(model)
+        assert {site.width for site in (*sites.attention, *sites.values)} == {8}
         assert type(model) is type(result.model)
+
+
+@pytest.mark.parametrize("family", ["hf-vit", "hf-deit"])
+@pytest.mark.parametrize("basis", ["coordinates", "subspace"])
+def test_heads_of_one_width_need_no_padding_where_the_config_can_say_it(
+    family: str, basis: str, tmp_path: Path
+) -> None:
+    result, data = pruned(family, Recipe(mlp=0.5, attn=0.5, equal_heads=True, attn_basis=basis))
+    corp.save(result, tmp_path / "vit", profile="standard")
+    model = reread(result.model, tmp_path / "vit")
+    torch.testing.assert_close(models.run(model, data[0]), models.run(result.model, data[0]), rtol=0, atol=1e-9)
+    assert json.loads((tmp_path / "vit" / "config.json").read_text())["head_dim"] == 4
+    assert {tuple(p.shape) for p in model.parameters()} == {tuple(p.shape) for p in result.model.parameters()}
 
 
 def test_what_was_removed_is_zero_and_the_rest_is_where_it_was(tmp_path: Path) -> None:

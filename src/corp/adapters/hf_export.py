@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,22 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
             f"{dense[odd[0]]} channels; use the compat profile"
         )
     return made
+
+
+def resize_heads(identity: dict[str, Any], width: int) -> tuple[dict[str, Any], float] | None:
+    """The same model with heads of this width, where its attention reads `head_dim` from the config (ViT, DeiT)."""
+    made = copy.deepcopy(identity)
+    made["config"]["head_dim"] = width
+    try:
+        with torch.device("meta"):
+            dense, narrow = (find_sites(rebuild(copy.deepcopy(one))) for one in (identity, made))
+    except ModelError:
+        return None
+    widths = {site.width for site in narrow.attention} | {site.width for site in narrow.values}
+    if widths != {width} or any(site.rotary for site in narrow.attention):
+        return None
+    # Both scale logits by head_dim^-1/2; a pruned model keeps the dense one's. The check after writing would tell.
+    return made, math.sqrt(width / dense.attention[0].width)
 
 
 def _fields(config: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -189,4 +206,4 @@ def call(identity: dict[str, Any], folder: str) -> str:
     return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({folder!r})"
 
 
-LIBRARY = Library("transformers", resize, write, read, example, companions, call)
+LIBRARY = Library("transformers", resize, write, read, example, companions, call, resize_heads)

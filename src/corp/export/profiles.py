@@ -64,15 +64,21 @@ def write_profile(
     """
     library, make = _library(base)
     identity: dict[str, Any] = (base or {})["identity"]
-    plans, biases = history(model), _new_biases(model, _build(make, identity))
+    plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
     if profile == STANDARD:
         widths = {site.name: site.width for site in find_sites(model).mlp}
         identity = library.resize(identity, widths, bool(biases))
-        # Their config says the width: nothing to pad there.
-        plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind != "mlp")) for plan in plans)
+        said = {"mlp"}  # their config says the width: nothing to pad there
+        width = _one_head_width(model)
+        heads = None if width is None else library.resize_heads(identity, width)
+        if heads is not None:
+            identity, factor = heads
+            said |= {"attn", "vo"}
+        plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind not in said)) for plan in plans)
     target = _build(make, identity, "cpu")
     _refuse(set(biases) - set(target.state_dict()), library, profile)
     assign(target, pad(model, _build(make, identity), plans))
+    _scale_queries(target, factor)
     library.write(target.eval(), identity, folder)
     difference = _check(model, library, identity, folder)
     made = Exported(
@@ -87,6 +93,29 @@ def write_profile(
     name = path.resolve().name
     _record(folder, name, replace(made, load=library.call(identity, name)), record, history(model))
     return made
+
+
+def _one_head_width(model: nn.Module) -> int | None:
+    """The width that queries, keys and values of all attentions have, if there is one.
+
+    Not in half precision: the library's own temperature is then made up for by a factor that rounds.
+    """
+    sites = find_sites(model)
+    widths = {site.width for site in sites.attention} | {site.width for site in sites.values}
+    whole = len(widths) == 1 and len(sites.attention) == len(sites.values)
+    narrowed = any(site.kind != "mlp" for plan in history(model) for site in plan.sites)
+    return widths.pop() if whole and narrowed and precise(model) == next(model.parameters()).dtype else None
+
+
+def _scale_queries(model: nn.Module, factor: float) -> None:
+    if factor == 1.0:
+        return
+    for site in find_sites(model).attention:
+        linear: Any = model.get_submodule(site.q.module)
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None:
+                parameter.data = parameter.data.clone()  # it is the pruned model's own
+                parameter.data[site.q.index] *= factor
 
 
 def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path) -> float:
