@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,13 @@ from corp.api import history
 from corp.cli import options as o
 from corp.errors import CorpError, ModelError
 from corp.measure import timing
-from corp.sites import Site
+from corp.sites import AttentionSite, Site
 
-TILES = {"mlp": ("mlp", 64), "attn": ("head", 8)}  # per kind: its name in --round-to, the width kernels take whole
+TILES = {
+    "mlp": ("mlp", 64),
+    "attn": ("head", 8),
+    "vo": ("head", 8),
+}  # per kind: its name in --round-to, the width kernels take whole
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,11 @@ def home(contender: Contender) -> torch.device:
 
 def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:
     """Why pruning helps less than its MACs promise: causes that shapes and times show, each with its remedy."""
-    changed = [s for s in find_sites(contender.model) if s.width < contender.dense_widths.get(s.name, s.width)]
-    texts = [*_unequal_widths(contender, [s for s in changed if s.kind == "attn"]), *_odd_widths(changed)]
+    sites = find_sites(contender.model)
+    changed = [s for s in sites if s.width < contender.dense_widths.get(s.name, s.width)]
+    values = {site.attention: site.width for site in sites.values}
+    narrow = [(s, values.get(s.name, contender.dense_widths.get(s.name, s.width))) for s in sites.attention]
+    texts = [*_unequal_widths(contender, [pair for pair in narrow if pair[0].width != pair[1]]), *_odd_widths(changed)]
     if timing.launch_bound(times, gain):
         texts.append(
             f"batch 1 is bound by launching operations, not by arithmetic: MACs fell {gain.ideal:.2f}x, latency "
@@ -71,16 +78,17 @@ def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> lis
     return [f"{contender.name}: {text}" for text in texts]
 
 
-def _unequal_widths(contender: Contender, narrow: list[Site]) -> Iterator[str]:
-    """What surgery.attention.attend has to do for values that are wider than queries and keys."""
+def _unequal_widths(contender: Contender, narrow: list[tuple[AttentionSite, int]]) -> Iterator[str]:
+    """What surgery.attention.attend has to do for values of another width than queries and keys."""
     if not narrow:
         return
     on_cuda = home(contender).type == "cuda"
     does = "the flash kernel wants equal widths, so the slower memory-efficient one runs"
-    pads = "the fused kernel wants equal widths, so q and k are padded back and their product costs what it did"
+    pads = "the fused kernel wants equal widths, so the narrower are padded and their product costs what it did"
+    (first, values), *_ = narrow
     yield (
-        f"{_some(narrow)}: q/k of {narrow[0].width} beside v of {contender.dense_widths[narrow[0].name]}: "
-        f"{does if on_cuda else pads}; only the projections got cheaper. Pruning the MLPs gains more time"
+        f"{_some([site for site, _ in narrow])}: q/k of {first.width} beside v of {values}: "
+        f"{does if on_cuda else pads}; only the projections got cheaper. --equal-heads gives them one width"
     )
 
 
@@ -91,5 +99,5 @@ def _odd_widths(changed: list[Site]) -> Iterator[str]:
             yield f"{_some(odd)}: {fact}; prune with --round-to {key}={tile}"
 
 
-def _some(sites: list[Site]) -> str:
+def _some(sites: Sequence[Site]) -> str:
     return sites[0].name + (f" and {len(sites) - 1} more" if len(sites) > 1 else "")

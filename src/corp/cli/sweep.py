@@ -25,7 +25,7 @@ from corp.errors import DataError, RecipeError
 from corp.evaluate.classify import Score
 from corp.evaluate.intervals import Interval
 from corp.evaluate.run import Contender, side_by_side
-from corp.recipe import Recipe
+from corp.recipe import KINDS, Recipe
 from corp.report.sweeps import draw
 from corp.stats import Statistics
 from corp.sweeping import Grid, Row, Sweep
@@ -33,7 +33,7 @@ from corp.text import write_csv
 from corp.version import __version__
 
 TABLE = "sweep.csv"
-SHOWN = ("samples", "mlp", "attn", "preset", "rank", "compensate", "params", "macs", "mlp error", "attn error")
+SHOWN = ("samples", *KINDS, "preset", "rank", "compensate", "params", "macs", *(f"{kind} error" for kind in KINDS))
 MEASURED = ("top1", "top5", "perplexity", "cosine", "agreement", "kl")
 IMAGES = 1000  # of the calibration data, where nobody says how many
 
@@ -44,7 +44,9 @@ def sweep(
     calib: o.MaybeCalib = None,
     stats: o.Stats = None,
     sparsity: Annotated[str, typer.Option(help="first:last:step, or a list: 0.3,0.5,0.7.")] = "0.1:0.7:0.1",
-    kinds: Annotated[str, typer.Option(help="What to prune: mlp, attn, both; several with commas.")] = "both",
+    kinds: Annotated[
+        str, typer.Option(help="What to prune: mlp, attn, vo, both (MLP and Q/K), all; several with commas.")
+    ] = "both",
     compensate: Annotated[str, typer.Option(help="full, mean, none; several with commas.")] = "",
     rank: Annotated[str, typer.Option(help="Rankings; several with commas.")] = "",
     preset: Annotated[str, typer.Option(help="paper, vbp, grail ...; several with commas.")] = "paper",

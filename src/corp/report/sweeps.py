@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from corp.recipe import KINDS, TOGETHER
+
 Row = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]
 
@@ -26,8 +28,9 @@ METRICS = {  # best first
     "kl": Metric("Distance from the dense model", "KL divergence, nats", share=False),
     "mlp error": Metric("Predicted error, MLP", "predicted error of the MLPs"),
     "attn error": Metric("Predicted error, Attention", "predicted error of the attention logits"),
+    "vo error": Metric("Predicted error, Values", "predicted error of the attention outputs"),
 }
-KIND_LABELS = {"mlp": "MLP", "attn": "attention", "both": "both"}
+KIND_LABELS = {"mlp": "MLP", "attn": "attention", "vo": "values", "both": "both", "all": "all"}
 
 
 def number(value: object) -> float | None:
@@ -38,13 +41,15 @@ def number(value: object) -> float | None:
 
 
 def sparsity(row: Row) -> float | None:
-    mlp, attn = number(row.get("mlp")), number(row.get("attn"))
-    return None if mlp is None or attn is None else max(mlp, attn)
+    shares = [number(row.get(kind, 0)) for kind in KINDS]
+    known = [share for share in shares if share is not None]
+    return max(known) if len(known) == len(shares) else None
 
 
 def kind(row: Row) -> str:
-    """What a row prunes: mlp, attn or both."""
-    return "both" if row["mlp"] and row["attn"] else "mlp" if row["mlp"] else "attn"
+    """What a row prunes, by the name that sweeps give to it."""
+    pruned = tuple(kind for kind in KINDS if row.get(kind))
+    return next((name for name, kinds in TOGETHER.items() if kinds == pruned), "all" if pruned else "both")
 
 
 def settings(row: Row) -> dict[str, str]:
