@@ -110,3 +110,40 @@ def test_an_elimination_path_is_a_curve() -> None:
         best = torch.linalg.solve(cov[kept][:, kept], cov[kept] @ W.mT)
         brute = (W @ cov @ W.mT).trace() - (W @ cov[:, kept] @ best).trace()
         assert float(curve[width]) == pytest.approx(float(brute), abs=1e-9)
+
+
+def test_measured_weights_make_the_shares_that_the_output_wants() -> None:
+    """Two layers in parallel, y = sum_i r_i W_i x_i: trying every pair of widths on the data finds the same shares."""
+    generator = torch.Generator().manual_seed(0)
+    scales, X, W, paths = (3.0, 0.4), [], [], []
+    for _ in scales:
+        x = torch.randn(4000, 6, generator=generator, dtype=torch.float64)
+        x = (x - x.mean(0)) @ torch.randn(6, 6, generator=generator, dtype=torch.float64)
+        X.append(x)
+        W.append(torch.randn(5, 6, generator=generator, dtype=torch.float64))
+        paths.append(exact.elimination_path(W[-1], x.mT @ x / len(x)))
+
+    def output(widths: tuple[int, ...]) -> Tensor:
+        total = torch.zeros(4000, 5, dtype=torch.float64)
+        for r, x, w, path, width in zip(scales, X, W, paths, widths, strict=True):
+            kept = path.keep(width)[0]
+            total += r * x[:, kept] @ torch.linalg.lstsq(x[:, kept], x @ w.mT).solution
+        return total
+
+    now = output((3, 3))
+    curves = [path.by_width() for path in paths]
+    moved = [float((output(w) - now).square().sum(1).mean()) for w in ((4, 3), (3, 4))]
+    weights = allocate.measured_weights(moved, [float(c[3] - c[4]) for c in curves])
+    assert weights == pytest.approx([r * r for r in scales], rel=0.02)
+    found = allocate.share([Option(w * c, 1.0) for w, c in zip(weights, curves, strict=True)], 6)
+    dense = output((6, 6))
+    pairs = [(a, 6 - a) for a in range(1, 6)]
+    assert tuple(found) == min(pairs, key=lambda widths: float((output(widths) - dense).square().sum()))
+    assert found[0] > found[1]
+
+
+def test_a_site_with_nothing_to_spare_is_weighed_like_the_others() -> None:
+    assert allocate.measured_weights([1.0, 8.0, 0.0, 9.0], [1.0, 2.0, 0.0, 3.0]) == [1.0, 4.0, 3.0, 3.0]
+    assert allocate.measured_weights([0.0], [0.0]) == [1.0]
+    with pytest.raises(PlanError, match="cannot be negative"):
+        allocate.measured_weights([1.0], [-1.0])
