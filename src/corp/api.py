@@ -197,7 +197,7 @@ def _plan_site(model: nn.Module, site: Site, keep: int, stats: Statistics, recip
     down = projection_at(model, site.down)
     down = down._replace(weight=down.weight.cpu().double())
     if isinstance(site, MLPSite):
-        return plan_mlp(site, keep, down, stats.moments_of(site.name), recipe)
+        return plan_mlp(site, keep, down, stats.moments_of(site.name), recipe, stats.fits.get(site.name))
     return plan_values(site, keep, down, stats.moments_of(site.name), recipe)
 
 

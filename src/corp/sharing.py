@@ -1,14 +1,13 @@
 """Sharing a budget out over sites: who keeps how much, by what the next unit is predicted to be worth there.
 
 Every site has a curve, its predicted output error at every width, and errors of different layers are made comparable by
-the size of the stream they are added to: an error counts by its size over the square root of that energy. Queries and
-keys are measured in logits and not in outputs, so they are not weighed against the others: they all lose one share,
-and what they leave of the budget is shared out over MLPs and values.
+the size of the stream they are added to: an error counts relative to that energy. Queries and keys are measured in
+logits and not in outputs, so they are not weighed against the others: they all lose one share, and what they leave of
+the budget is shared out over MLPs and values.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 from corp.budget import Budget, budget_of, uniform
 from corp.fitting import fit_mlp, moments_for_fit, split
-from corp.numerics import affine, exact, values
+from corp.numerics import affine, values
 from corp.numerics.allocate import Option, share
-from corp.planning.linear import Layer, in_basis, uses_intercept
+from corp.planning.linear import Layer, in_basis, uses_intercept, whole_path
 from corp.recipe import UNIFORM, Recipe
-from corp.sites import AttentionSite, LinearSite, MLPSite, Sites, ValueSite
+from corp.sites import AttentionSite, LinearSite, Sites, ValueSite
 from corp.stats import Statistics
 from corp.surgery.linear import projection_at
 from corp.widths import width_of
@@ -92,13 +91,17 @@ class Curves:
 
 
 def weight(model: nn.Module, site: LinearSite, stats: Statistics) -> float:
-    """What an error at this site counts: 1 / sqrt(energy of the stream it is added to), or of its own output."""
+    """What an error at this site counts: 1 / energy of the stream it is added to, or of its own output.
+
+    1 / sqrt(energy) does a little better where that energy hardly varies (DeiT), and far worse where it grows a
+    hundredfold (a small Llama).
+    """
     sums = stats.moments_of(site.name).all
     energy = sums.stream_energy
     if energy is None:
         W = projection_at(model, site.down).weight.cpu().double()
         energy = affine.output_energy(W, sums.mean, sums.cov)
-    return 1 / math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
+    return 1 / max(energy, torch.finfo(torch.float64).tiny)
 
 
 def curve(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe) -> Tensor:
@@ -107,14 +110,10 @@ def curve(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe)
     moments = stats.moments_of(site.name).all
     mean, cov = moments_for_fit(moments, uses_intercept(recipe, down.bias is not None))
     layer = Layer(down.weight.cpu().double(), mean, cov)
-    return _mlp_curve(layer, recipe) if isinstance(site, MLPSite) else _value_curve(site, layer, recipe)
-
-
-def _mlp_curve(layer: Layer, recipe: Recipe) -> Tensor:
-    """From exact elimination, which removes one channel after the other and knows what each costs."""
-    path = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge_given)
-    gone = torch.cat([path.error.new_zeros(1), path.error])  # by how many are gone
-    return gone.flip(0)
+    if isinstance(site, ValueSite):
+        return _value_curve(site, layer, recipe)
+    # Exact elimination removes one channel after the other and knows what each costs.
+    return whole_path(layer, recipe, stats.fits.setdefault(site.name, {})).by_width()
 
 
 def _value_curve(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:

@@ -15,13 +15,11 @@ from corp.api import history
 from corp.cli import options as o
 from corp.errors import CorpError, ModelError
 from corp.measure import timing
+from corp.recipe import FAST, ROUNDING_KEYS
 from corp.sites import AttentionSite, Site
 
-TILES = {
-    "mlp": ("mlp", 64),
-    "attn": ("head", 8),
-    "vo": ("head", 8),
-}  # per kind: its name in --round-to, the width kernels take whole
+# Per kind: its name in --round-to, and the width that kernels take whole.
+TILES = {kind: (key, FAST[key]) for kind, key in ROUNDING_KEYS.items()}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,18 @@ class Layer(NamedTuple):
     cov: Tensor  # (D, D)
 
 
-def plan_mlp(site: MLPSite, keep: int, down: Projection, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
-    """Rank, choose and predict for one MLP that keeps so many channels; `down` is its second linear, in float64."""
+def plan_mlp(
+    site: MLPSite,
+    keep: int,
+    down: Projection,
+    sums: SiteSums[Moments],
+    recipe: Recipe,
+    known: dict[Any, Any] | None = None,
+) -> SitePlan:
+    """Rank, choose and predict for one MLP that keeps so many channels; `down` is its second linear, in float64.
+
+    `known` may hold the site's elimination path (see whole_path), which gives the choice at every width.
+    """
     intercept = uses_intercept(recipe, down.bias is not None)
 
     def layer(moments: Moments) -> Layer:
@@ -37,7 +47,7 @@ def plan_mlp(site: MLPSite, keep: int, down: Projection, sums: SiteSums[Moments]
     moments = sums.all
     here = layer(moments)
     with stage("rank"):
-        kept, pruned = choose_channels(here, moments, keep, recipe)
+        kept, pruned = choose_channels(here, moments, keep, recipe, known or {})
     ridge = choose_ridge(sums, kept, pruned, recipe, layer)
     costs = (predict(here, sums, kept, pruned, recipe.compensate, ridge, layer),)
     sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("mlp", site.name)
@@ -61,11 +71,24 @@ def plan_values(site: ValueSite, keep: int, down: Projection, sums: SiteSums[Mom
     return SitePlan(site.name, "vo", site.width, sparsity, groups, intercept, (cost,), ridge, recipe.vo_basis)
 
 
-def choose_channels(here: Layer, moments: Moments, keep: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def choose_channels(
+    here: Layer, moments: Moments, keep: int, recipe: Recipe, known: dict[Any, Any]
+) -> tuple[Tensor, Tensor]:
     """(kept, pruned) by the recipe's ranking."""
-    if recipe.rank == "exact":
-        return exact.elimination_path(here.W, here.cov, ridge=recipe.ridge_given, least=keep).keep(keep)
-    return rank.top(_scores(here.W, moments, recipe), keep)
+    if recipe.rank != "exact":
+        return rank.top(_scores(here.W, moments, recipe), keep)
+    ridge = recipe.ridge_given
+    path: exact.Path = known.get(("path", ridge)) or exact.elimination_path(here.W, here.cov, ridge=ridge, least=keep)
+    return path.keep(keep)
+
+
+def whole_path(here: Layer, recipe: Recipe, known: dict[Any, Any]) -> exact.Path:
+    """The elimination path down to one channel, kept in `known`: it is most of the work, and serves every width."""
+    key = ("path", recipe.ridge_given)
+    if key not in known:
+        known[key] = exact.elimination_path(here.W, here.cov, ridge=recipe.ridge_given)
+    path: exact.Path = known[key]
+    return path
 
 
 def choose_values(
