@@ -293,7 +293,7 @@ def test_export_says_what_it_did_and_refuses_what_it_cannot(opt: Path, tmp_path:
     for arguments, message in (
         ((opt / "pruned", "-o", tmp_path / "out"), "exists; choose another output"),
         ((opt / "pruned", "-o", tmp_path / "new", "--profile", "compact"), "is not one of standard, compat"),
-        ((opt / "pruned", "-o", tmp_path / "new", "--to", "onnx"), "--to onnx is not known"),
+        ((opt / "pruned", "-o", tmp_path / "new", "--to", "tflite"), "--to tflite is not one of"),
         ((opt / "dense", "-o", tmp_path / "new"), "corp.json"),
         ((tmp_path / "out", "-o", tmp_path / "new"), "corp.json"),
     ):

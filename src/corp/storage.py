@@ -16,7 +16,9 @@ from corp.adapters.registry import adapter_named, adapters_for
 from corp.api import Result, history, set_history, shrink
 from corp.atomic import file_in, new_folder, read_json, refuse_existing
 from corp.errors import CorpError, StorageError
-from corp.export.profiles import COMPAT, STANDARD, Exported, write_profile
+from corp.export import targets
+from corp.export.profiles import COMPAT, STANDARD
+from corp.export.record import Exported
 from corp.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
@@ -54,7 +56,9 @@ def save(
     check_profile(profile, PROFILES)
     if profile != COMPACT:
         origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
-        _write_profile(result.model, _base(result), Path(path), profile, [], origin, overwrite=overwrite)
+        base = _base(result)
+        chosen = targets.choose(base, None, profile)
+        _export(result.model, base, Path(path), chosen, [], origin, overwrite=overwrite)
         return
     manifest = {
         "format": FORMAT,
@@ -78,25 +82,32 @@ def save(
 
 
 def export(
-    source: str | Path, out: str | Path, *, profile: str = STANDARD, overwrite: bool = False, command: str | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str | None = None,
+    profile: str | None = None,
+    overwrite: bool = False,
+    command: str | None = None,
 ) -> Exported:
-    """Write the model of a folder in the compact profile anew, in one that needs no corp to load; see save."""
-    check_profile(profile, (STANDARD, COMPAT))
+    """Write the model of a compact folder in a form that needs no corp: for its own library (see save), ONNX or PT2.
+
+    `to` is "timm", "hf", "onnx" or "pt2"; by default the model's own library. `profile` goes with the first two.
+    """
     folder = Path(source)
     manifest = read_manifest(folder)
+    chosen = targets.choose(manifest["base"], to, profile)
     refuse_existing(Path(out), overwrite=overwrite)
     origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
     origin["command"] = command
-    return _write_profile(
-        load(folder), manifest["base"], Path(out), profile, [str(folder)], origin, overwrite=overwrite
-    )
+    return _export(load(folder), manifest["base"], Path(out), chosen, [str(folder)], origin, overwrite=overwrite)
 
 
-def _write_profile(
+def _export(
     model: nn.Module,
     base: dict[str, Any] | None,
     path: Path,
-    profile: str,
+    chosen: tuple[str, str | None],
     sources: list[str],
     record: dict[str, Any],
     *,
@@ -107,7 +118,7 @@ def _write_profile(
     known = calibration.get("model") if isinstance(calibration, dict) else None
     sources = [*sources, *(s for s in (known, getattr(config, "name_or_path", None)) if isinstance(s, str) and s)]
     with new_folder(path, overwrite=overwrite) as folder:
-        return write_profile(model, base, folder, path, profile, sources, record)
+        return targets.write(model, base, folder, path, chosen, sources, record)
 
 
 def check_profile(profile: str, known: tuple[str, ...]) -> None:

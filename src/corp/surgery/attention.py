@@ -51,7 +51,7 @@ def padded(q: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """q and k with zeros up to `width`, which change no logit; as they are where operations are being counted."""
     narrower = width - q.shape[-1]
     # A compiled graph counts nothing, and the compiler cannot look into a context variable.
-    if narrower <= 0 or (not torch.compiler.is_compiling() and _true_widths.get()):
+    if narrower <= 0 or (not torch.compiler.is_dynamo_compiling() and _true_widths.get()):
         return q, k
     return F.pad(q, (0, narrower)), F.pad(k, (0, narrower))
 

@@ -1,0 +1,146 @@
+"""Graphs as files: ONNX, run by ONNX Runtime, and PT2, run by torch. Each is read back and compared."""
+
+from __future__ import annotations
+
+import copy
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from corp.errors import StorageError
+from corp.export.check import apart, named, require_agreement
+from corp.export.graphs import Graph, Inputs, axis_names, first_line, inputs_for, quiet, trace, variants
+from corp.surgery.attention import true_widths
+
+ONNX, PT2 = "onnx", "pt2"
+FILES = {ONNX: "model.onnx", PT2: "model.pt2"}
+LIBRARIES = {ONNX: "onnxruntime", PT2: "torch"}
+
+
+def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> float | None:
+    """Write `model` into `folder` as FILES[target], read it back, compare: the largest difference.
+
+    `batch` is a small one that the model takes. None comes back where nothing is installed that runs the file.
+    """
+    model = copy.deepcopy(model).to("cpu")
+    dtype = next(model.parameters()).dtype
+    if target == ONNX:
+        model, dtype = model.to(torch.float32), torch.float32  # few runtimes have kernels for another
+    inputs = {name: _placed(value, dtype) for name, value in inputs_for(model, batch).items()}
+    path = folder / FILES[target]
+    if target == PT2:
+        _write_pt2(trace(model, inputs), path)
+        difference = _checked(model, torch.export.load(path).module(), inputs)
+    else:
+        require_packages("onnx", "onnxscript")
+        with true_widths():  # no runtime here has a kernel that would want them padded
+            program = trace(model, inputs)
+        _write_onnx(program, path, inputs)
+        if find_spec("onnxruntime") is None:
+            return None
+        difference = _checked(model, _Session(path), inputs)
+    require_agreement(difference, dtype)
+    return difference
+
+
+def require_packages(*names: str) -> None:
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise StorageError(f"{' and '.join(missing)} not installed: pip install 'corp-prune[onnx]'")
+
+
+def load_lines(target: str, path: str, names: list[str]) -> str:
+    """How users run the file."""
+    file = str(Path(path) / FILES[target])
+    if target == PT2:
+        arguments = names[0] if len(names) == 1 else ", ".join(f"{name}={name}" for name in names)
+        return f"import torch\n\nmodel = torch.export.load({file!r}).module()\noutputs = model({arguments})"
+    feed = ", ".join(f"{name!r}: {name}" for name in names)
+    return (
+        f"import onnxruntime\n\nsession = onnxruntime.InferenceSession({file!r})\n"
+        f"outputs = session.run(None, {{{feed}}})"
+    )
+
+
+def _placed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to("cpu", dtype) if value.is_floating_point() else value.to("cpu")
+
+
+def _checked(model: nn.Module, reread: Any, inputs: Inputs) -> float:
+    """The largest difference over batches of several sizes and lengths."""
+    plain = Graph(model, list(inputs)).eval()
+    worst = 0.0
+    for batch in variants(inputs):
+        with torch.no_grad(), quiet():
+            expected = named(plain(**batch))
+            try:
+                found = named(reread(**batch))
+            except Exception as error:  # the runtime's own complaint
+                shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+                raise StorageError(f"the exported model does not run for {shapes}: {first_line(error)}") from error
+        worst = max(worst, apart(expected, found))
+    return worst
+
+
+def _write_pt2(program: ExportedProgram, path: Path) -> None:
+    with quiet():
+        torch.export.save(program, path)
+
+
+def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
+    names = axis_names(program, inputs)
+    outputs = _output_names(program)
+    try:
+        with quiet():
+            made = torch.onnx.export(
+                program, input_names=list(inputs), output_names=outputs, dynamo=True, verbose=False
+            )
+            assert made is not None
+            _rename_axes(made.model, names)
+            made.save(path)
+    except OSError:
+        raise
+    except Exception as error:  # an operation that has no counterpart there, for one
+        raise StorageError(f"torch.onnx cannot write the graph: {first_line(error)}") from error
+
+
+def _output_names(program: ExportedProgram) -> list[str]:
+    """In the order of the graph, the keys of the dict that Graph returns."""
+    tree = program.call_spec.out_spec
+    return list(tree.context) if tree is not None and tree.type is dict else ["output"]
+
+
+def _rename_axes(model: Any, names: dict[str, str]) -> None:
+    """torch's symbols (s77) in every shape of the file become batch and sequence."""
+    if not names:
+        return
+    symbols = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    graph = model.graph
+    values = [*graph.inputs, *graph.outputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+    for value in values:
+        if value.shape is None or value.shape.frozen:
+            continue
+        for axis, size in enumerate(value.shape):
+            symbol = getattr(size, "value", None)
+            if isinstance(symbol, str):
+                value.shape[axis] = symbols.sub(lambda found: names[found[0]], symbol)
+
+
+class _Session:
+    """A model in ONNX Runtime, called like the module that it was."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors; it warns of initializers that it removed itself
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.names = [output.name for output in self.session.get_outputs()]
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        found = self.session.run(self.names, {name: value.numpy() for name, value in inputs.items()})
+        return {name: torch.from_numpy(value) for name, value in zip(self.names, found, strict=True)}
