@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from corp.atomic import refuse_existing
 from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.models import IMAGE, kind_of, save_companions
+from corp.cli.models import IMAGE, as_stored, kind_of, save_companions
 from corp.errors import DataError
 from corp.plan import COLUMNS
 from corp.report.tables import TOTALS, Report
@@ -73,6 +74,7 @@ def prune(
     with progress("planning", None, "sites") as advance:
         plan = api.plan(dense, statistics, recipe, progress=advance)
     result = api.apply(dense, statistics, plan)
+    result = replace(result, model=as_stored(result.model))
     storage.save(result, out, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]]))
     save_companions(model, dense, out, tokenizer)
     if not json:
