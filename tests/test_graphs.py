@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from onnxruntime.quantization import quantize_dynamic
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -84,6 +86,16 @@ def test_the_onnx_graph_has_true_widths(tmp_path: Path) -> None:
     weights = {tuple(tensor.dims) for tensor in graph.initializer}
     assert (24, 3 * (4 + 4 + 8)) in weights
     assert (24, 48) in weights
+
+
+def test_the_onnx_file_can_be_quantised(tmp_path: Path) -> None:
+    model, batch = pruned("vit")
+    write_format(model, tmp_path, "onnx", batch)
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "small.onnx", per_channel=True, reduce_range=True)
+    os.replace(tmp_path / "small.onnx", tmp_path / "model.onnx")
+    found, expected = run_file(tmp_path, "onnx", {"input": batch})["output"], models.run(model, batch)
+    assert "MatMulInteger" in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.1
 
 
 def padded(samples: int, length: int) -> dict[str, Tensor]:

@@ -92,7 +92,6 @@ def _write_pt2(program: ExportedProgram, path: Path) -> None:
 
 
 def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
-    names = axis_names(program, inputs)
     outputs = _output_names(program)
     try:
         with quiet():
@@ -100,8 +99,8 @@ def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
                 program, input_names=list(inputs), output_names=outputs, dynamo=True, verbose=False
             )
             assert made is not None
-            _rename_axes(made.model, names)
             made.save(path)
+        _tidy(path, axis_names(program, inputs))
     except OSError:
         raise
     except Exception as error:  # an operation that has no counterpart there, for one
@@ -114,20 +113,21 @@ def _output_names(program: ExportedProgram) -> list[str]:
     return list(tree.context) if tree is not None and tree.type is dict else ["output"]
 
 
-def _rename_axes(model: Any, names: dict[str, str]) -> None:
-    """torch's symbols (s77) in every shape of the file become batch and sequence."""
-    if not names:
-        return
+def _tidy(path: Path, names: dict[str, str]) -> None:
+    """torch's symbols (s77) in the shapes of inputs and outputs become batch and sequence; inner shapes go.
+
+    Runtimes infer those themselves, and tools that transpose a weight (ONNX Runtime's quantiser) trip over old ones.
+    """
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
     symbols = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-    graph = model.graph
-    values = [*graph.inputs, *graph.outputs, *(value for node in graph.all_nodes() for value in node.outputs)]
-    for value in values:
-        if value.shape is None or value.shape.frozen:
-            continue
-        for axis, size in enumerate(value.shape):
-            symbol = getattr(size, "value", None)
-            if isinstance(symbol, str):
-                value.shape[axis] = symbols.sub(lambda found: names[found[0]], symbol)
+    for value in (*model.graph.input, *model.graph.output):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.dim_param:
+                axis.dim_param = symbols.sub(lambda found: names[found[0]], axis.dim_param)
+    del model.graph.value_info[:]
+    onnx.save(model, path)
 
 
 class _Session:
