@@ -45,7 +45,8 @@ def run_file(folder: Path, target: str, batch: dict[str, Tensor]) -> dict[str, T
     """By the runtime alone; a lone output is called output."""
     if target == "pt2":
         with torch.no_grad():
-            found = torch.export.load(folder / "model.pt2").module()(**batch)
+            model = torch.export.load(folder / "model.pt2").module()
+            found = model(batch["input"]) if list(batch) == ["input"] else model(**batch)
         return {"output": found} if isinstance(found, Tensor) else found
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     values = session.run(None, {name: value.numpy() for name, value in batch.items()})
@@ -156,6 +157,8 @@ def test_a_model_without_free_axes_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CorpError, match=r"cannot trace TwoByTwo with free batch and sequence axes: \S"):
         write_format(TwoByTwo(), tmp_path, "onnx", torch.ones(2, 4))
+    with pytest.raises(CorpError, match="'tflite' is not one of onnx, pt2"):
+        write_format(TwoByTwo(), tmp_path, "tflite", torch.ones(2, 4))
     with pytest.raises(CorpError, match=r"takes a tensor or named tensors, not dict"):
         write_format(TwoByTwo(), tmp_path, "pt2", {"x": 3})
 

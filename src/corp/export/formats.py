@@ -12,9 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from corp.batches import evaluating
 from corp.errors import StorageError
 from corp.export.check import apart, named, require_agreement
-from corp.export.graphs import Graph, Inputs, axis_names, first_line, inputs_for, quiet, trace, variants
+from corp.export.graphs import (
+    INPUT,
+    Graph,
+    Inputs,
+    arguments,
+    axis_names,
+    first_line,
+    inputs_for,
+    quiet,
+    trace,
+    variants,
+)
 from corp.surgery.attention import true_widths
 
 ONNX, PT2 = "onnx", "pt2"
@@ -27,15 +39,19 @@ def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> flo
 
     `batch` is a small one that the model takes. None comes back where nothing is installed that runs the file.
     """
-    model = copy.deepcopy(model).to("cpu")
-    dtype = next(model.parameters()).dtype
-    if target == ONNX:
-        model, dtype = model.to(torch.float32), torch.float32  # few runtimes have kernels for another
+    if target not in FILES:
+        raise StorageError(f"{target!r} is not one of {', '.join(FILES)}")
+    # Few ONNX runtimes have kernels for another.
+    dtype = torch.float32 if target == ONNX else next(model.parameters()).dtype
+    model = _on_cpu(model, dtype)
     inputs = {name: _placed(value, dtype) for name, value in inputs_for(model, batch).items()}
     path = folder / FILES[target]
     if target == PT2:
-        _write_pt2(trace(model, inputs), path)
-        difference = _checked(model, torch.export.load(path).module(), inputs)
+        program = trace(model, inputs)
+        with quiet():
+            torch.export.save(program, path)
+            reread = torch.export.load(path).module()
+        difference = _checked(model, reread, inputs)
     else:
         require_packages("onnx", "onnxscript")
         with true_widths():  # no runtime here has a kernel that would want them padded
@@ -57,13 +73,20 @@ def load_lines(target: str, path: str, names: list[str]) -> str:
     """How users run the file."""
     file = str(Path(path) / FILES[target])
     if target == PT2:
-        arguments = names[0] if len(names) == 1 else ", ".join(f"{name}={name}" for name in names)
-        return f"import torch\n\nmodel = torch.export.load({file!r}).module()\noutputs = model({arguments})"
+        given = INPUT if names == [INPUT] else ", ".join(f"{name}={name}" for name in names)
+        return f"import torch\n\nmodel = torch.export.load({file!r}).module()\noutputs = model({given})"
     feed = ", ".join(f"{name!r}: {name}" for name in names)
     return (
         f"import onnxruntime\n\nsession = onnxruntime.InferenceSession({file!r})\n"
         f"outputs = session.run(None, {{{feed}}})"
     )
+
+
+def _on_cpu(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself where it is there already, else a copy."""
+    if all(p.dtype == dtype and p.device.type == "cpu" for p in model.parameters() if p.is_floating_point()):
+        return model
+    return copy.deepcopy(model).to("cpu", dtype)
 
 
 def _placed(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,23 +95,19 @@ def _placed(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _checked(model: nn.Module, reread: Any, inputs: Inputs) -> float:
     """The largest difference over batches of several sizes and lengths."""
-    plain = Graph(model, list(inputs)).eval()
+    plain = Graph(model, list(inputs))
     worst = 0.0
     for batch in variants(inputs):
-        with torch.no_grad(), quiet():
-            expected = named(plain(**batch))
+        args, kwargs = arguments(batch)
+        with evaluating(model), torch.no_grad(), quiet():
+            expected = named(plain(*args, **kwargs))
             try:
-                found = named(reread(**batch))
+                found = named(reread(*args, **kwargs))
             except Exception as error:  # the runtime's own complaint
                 shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
                 raise StorageError(f"the exported model does not run for {shapes}: {first_line(error)}") from error
         worst = max(worst, apart(expected, found))
     return worst
-
-
-def _write_pt2(program: ExportedProgram, path: Path) -> None:
-    with quiet():
-        torch.export.save(program, path)
 
 
 def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
@@ -141,6 +160,7 @@ class _Session:
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.names = [output.name for output in self.session.get_outputs()]
 
-    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+    def __call__(self, *lone: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        inputs = {INPUT: lone[0]} if lone else inputs
         found = self.session.run(self.names, {name: value.numpy() for name, value in inputs.items()})
         return {name: torch.from_numpy(value) for name, value in zip(self.names, found, strict=True)}

@@ -43,7 +43,7 @@ class Graph(nn.Module):
             made = model(inputs[INPUT]) if lone else model(**inputs, **fixed)
             return made if isinstance(made, Tensor) else named(made)
 
-        # torch reads the names of the inputs off the signature; the functions that it takes have none to spare.
+        # torch reads the names of the inputs, and of what a file of the graph takes, off the signature.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
         self.forward = forward
@@ -81,6 +81,11 @@ def variants(inputs: Inputs) -> list[Inputs]:
     return found
 
 
+def arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], Inputs]:
+    """How a graph is called: with a lone tensor as it is, with others by name."""
+    return ((inputs[INPUT],), {}) if list(inputs) == [INPUT] else ((), inputs)
+
+
 def free_axes(name: str, value: Tensor) -> tuple[int, ...]:
     return (0, 1) if name in SEQUENCES and value.dim() > 1 else (0,)
 
@@ -90,7 +95,8 @@ def trace(model: nn.Module, inputs: Inputs) -> ExportedProgram:
     free = {name: dict.fromkeys(free_axes(name, value), Dim.DYNAMIC) for name, value in inputs.items()}
     try:
         with evaluating(model), torch.no_grad(), quiet():
-            return torch.export.export(Graph(model, list(inputs)), (), inputs, dynamic_shapes=free)
+            args, kwargs = arguments(inputs)
+            return torch.export.export(Graph(model, list(inputs)), args, kwargs, dynamic_shapes=free)
     except Exception as error:  # of many kinds, and often pages long
         raise StorageError(
             f"torch.export cannot trace {type(model).__name__} with free batch and sequence axes: {first_line(error)}"
