@@ -2,6 +2,8 @@
 
 Real weights and images (CORP_ASSETS/vision), as benchmarks.deit_tiny uses them. 8-bit: ONNX Runtime's dynamic
 quantisation of the exported file and, where torchao is installed, its int8 weights with and without int8 activations.
+Every top-1 is kept in results/quantise.json as soon as it is there, and not measured again under the same settings;
+times are taken at the end, all variants in turn.
 
     CORP_ASSETS=... python -m benchmarks.quantise [--sparsity 0.3] [--rounds 20] [--images 1000]
 """
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 
 import corp
 from benchmarks.deit_tiny import Setup
+from corp.atomic import write_text
 from corp.export.formats import FILES, write_format
 from corp.measure.footprint import disk_bytes
 from corp.measure.timing import interleave, speed_up, summarize
@@ -104,13 +107,16 @@ def accuracy(call: Callable[[Tensor], Tensor], batches: list[Tensor], labels: Te
     return 100 * float(right.double().mean())
 
 
-def measure(variants: list[Variant], setup: Setup, rounds: int, images: int) -> list[dict[str, Any]]:
+def measure(variants: list[Variant], setup: Setup, rounds: int, images: int, book: Book) -> list[dict[str, Any]]:
     batches, labels = setup.images[: images // 50], setup.labels[:images]
     rows = []
     for variant in variants:
-        rows.append({key: getattr(variant, key) for key in ("runtime", "precision", "model", "size")})
-        rows[-1]["top1"] = accuracy(variant.call, batches, labels)
-        print(rows[-1], flush=True)
+        row = {key: getattr(variant, key) for key in ("runtime", "precision", "model", "size")}
+        known = book.found(row)
+        row["top1"] = accuracy(variant.call, batches, labels) if known is None else known
+        rows.append(row)
+        book.write(rows)
+        print(row, flush=True)
     timed = [(row, variant) for row, variant in zip(rows, variants, strict=True) if variant.timed]
     for batch in BATCHES:
         x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
@@ -118,7 +124,30 @@ def measure(variants: list[Variant], setup: Setup, rounds: int, images: int) -> 
         for (row, _), seconds in zip(timed, times, strict=True):
             row[f"ms_{batch}"] = 1e3 * summarize(seconds).p50
             row[f"gain_{batch}"] = speed_up(times[0], seconds).to_dict()
+    book.write(rows)
     return rows
+
+
+class Book:
+    """What was measured, on disk after each variant: an interrupted run with the same settings goes on there."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, settings
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        self.before = before.get("rows", []) if before.get("settings") == settings else []
+
+    def found(self, row: dict[str, Any]) -> float | None:
+        """The top-1 of the same variant."""
+        return next((old["top1"] for old in self.before if identity(old) == identity(row)), None)
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        made = {identity(row) for row in rows}
+        rest = [old for old in self.before if identity(old) not in made]
+        write_text(self.path, json.dumps({"settings": self.settings, "rows": [*rows, *rest]}, indent=1) + "\n")
+
+
+def identity(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["runtime"], row["precision"], row["model"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -145,22 +174,20 @@ def main() -> None:
     recipe = Recipe(mlp=given.sparsity, attn=given.sparsity)
     plan = corp.plan(setup.model, setup.stats, recipe)
     pair = {"dense": setup.model, "pruned": corp.apply(setup.model, setup.stats, plan).model}
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        variants = [v for name, model in pair.items() for v in torch_variants(name, model)]
-        variants += [v for name, model in pair.items() for v in onnx_variants(name, model, Path(folder) / name)]
-        rows = measure(variants, setup, given.rounds, given.images)
     settings = {
         "sparsity": given.sparsity,
         "images": given.images,
-        "rounds": given.rounds,
-        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "onnxruntime": onnxruntime.__version__,
     }
-    (RESULTS / "quantise.json").write_text(json.dumps({**settings, "rows": rows}, indent=1) + "\n")
+    book = Book(RESULTS / "quantise.json", settings)
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        variants = [v for name, model in pair.items() for v in torch_variants(name, model)]
+        variants += [v for name, model in pair.items() for v in onnx_variants(name, model, Path(folder) / name)]
+        rows = measure(variants, setup, given.rounds, given.images, book)
     text = (
         f"DeiT-Tiny; pruned: MLP and Q/K {given.sparsity:.0%}, compensated. Top-1 on {given.images} images. "
-        f"Threads: {settings['threads']}; gain: against dense float32 in torch, median of {given.rounds} "
+        f"Threads: {torch.get_num_threads()}; gain: against dense float32 in torch, median of {given.rounds} "
         f"interleaved rounds.\n\n{table(rows)}\n"
     )
     (RESULTS / "quantise.md").write_text(text)
