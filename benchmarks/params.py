@@ -17,7 +17,6 @@ from corp.api import shrink
 from corp.measure.cost import count_params
 from corp.plan import GroupCost, Plan, SitePlan
 from corp.recipe import Recipe, kept_width
-from corp.sites import AttentionSite
 from corp.text import markdown_table
 
 # isort: split
@@ -34,12 +33,11 @@ PAPER = {  # millions of parameters at each sparsity
 }
 
 
-def shapes_only_plan(model: torch.nn.Module, mlp: float, attn: float) -> Plan:
-    """A plan with the widths of these sparsities; which channels stay does not matter to a count."""
-    recipe = Recipe(mlp=mlp, attn=attn)
+def shapes_only_plan(model: torch.nn.Module, recipe: Recipe) -> Plan:
+    """A plan with the widths of this recipe; which channels stay does not matter to a count or a time."""
     sites = []
     for site in corp.find_sites(model):
-        groups, sparsity = (site.heads, attn) if isinstance(site, AttentionSite) else (1, mlp)
+        sparsity, groups = recipe.sparsity(site.kind, site.name), getattr(site, "groups", 1)
         if sparsity == 0:
             continue
         kept = tuple(range(kept_width(site.width, sparsity)))
@@ -51,7 +49,7 @@ def shapes_only_plan(model: torch.nn.Module, mlp: float, attn: float) -> Plan:
 def count(name: str, sparsity: float) -> int:
     with torch.device("meta"):
         model = timm.create_model(name)
-    shrink(model, shapes_only_plan(model, sparsity, sparsity))
+    shrink(model, shapes_only_plan(model, Recipe(mlp=sparsity, attn=sparsity)))
     return count_params(model)
 
 

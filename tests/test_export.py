@@ -1,4 +1,4 @@
-"""The profiles that need no corp: padded or resized, equal to the pruned model, read by transformers alone."""
+"""The profiles that need no corp: padded or resized, equal to the pruned model, read by timm or transformers alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import CorpError, Recipe, Result, _torchvision, storage
+from corp.recipe import KINDS
 from tests import hf_folders, models, test_hf_rotary
 from tests.command import run
 
@@ -248,13 +250,50 @@ def test_a_process_without_corp_computes_and_generates_the_same(tmp_path: Path) 
             folder = tmp_path / f"{family}-{profile}"
             corp.save(result, folder, profile=profile)
             expect(result.model, batch, folder, auto)
+    apart = without_corp(tmp_path)
+    assert len(apart) == 2 * len(PLAIN)
+    assert all(value < 1e-9 for value in apart.values()), apart
+
+
+def without_corp(root: Path) -> dict[str, float]:
+    """The largest difference in each folder under `root`, found by a process that cannot import corp."""
     script, torchvision = Path(__file__).parent / "without_corp.py", _torchvision.__file__
-    command = [sys.executable, str(script), torchvision, *sorted(map(str, tmp_path.iterdir()))]
+    command = [sys.executable, str(script), torchvision, *sorted(map(str, root.iterdir()))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    apart = dict(line.split() for line in done.stdout.splitlines())
-    assert len(apart) == 2 * len(PLAIN)
-    assert all(float(value) < 1e-9 for value in apart.values()), apart
+    return {name: float(value) for name, value in (line.split() for line in done.stdout.splitlines())}
+
+
+TIMM_RECIPES = {
+    **{kind: Recipe(**{kind: 0.6}) for kind in KINDS},
+    "all": Recipe(**dict.fromkeys(KINDS, 0.3)),
+    "uneven": Recipe(mlp=0.6, attn=0.4, overrides={"blocks.1.*": {"mlp": 0.3, "attn": 0.7}}),
+}
+
+
+def test_a_process_without_corp_runs_timm_models_of_all_widths(tmp_path: Path) -> None:
+    """MLP widths that no whole ratio gives, Q/K padded back; widths of their own for each block in compat alone."""
+    torch.manual_seed(3)
+    model: Any = timm.create_model("test_vit", img_size=32, num_classes=7).eval()
+    data = [torch.randn(8, 3, 32, 32) for _ in range(10)]
+    stats = corp.calibrate(model, data)
+    for name, recipe in TIMM_RECIPES.items():
+        result = corp.apply(model, stats, corp.plan(model, stats, recipe))
+        if name == "uneven":
+            with pytest.raises(CorpError, match=r"channels wide, but timm has one mlp_ratio for all of them; use the"):
+                corp.save(result, tmp_path / "refused", profile="standard")
+        for profile in PROFILES if name != "uneven" else ("compat",):
+            folder = tmp_path / f"{name}-{profile}"
+            corp.save(result, folder, profile=profile)
+            expected = {"in.input": data[0], "out.states": models.run(result.model, data[0])}
+            save_file(expected, folder / "expected.safetensors")
+            (folder / "auto.txt").write_text("timm")
+            width = timm.create_model(f"local-dir:{folder}").blocks[0].mlp.fc1.out_features
+            dense = model.blocks[0].mlp.fc1.out_features
+            assert width == (result.model.blocks[0].mlp.fc1.out_features if profile == "standard" else dense)
+    apart = without_corp(tmp_path)
+    assert len(apart) == 2 * len(TIMM_RECIPES) - 1
+    assert all(value < 1e-5 for value in apart.values()), apart
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +342,7 @@ def test_export_says_what_it_did_and_refuses_what_it_cannot(opt: Path, tmp_path:
     for arguments, message in (
         ((opt / "pruned", "-o", tmp_path / "out"), "exists; choose another output"),
         ((opt / "pruned", "-o", tmp_path / "new", "--profile", "compact"), "is not one of standard, compat"),
-        ((opt / "pruned", "-o", tmp_path / "new", "--to", "onnx"), "--to onnx is not known"),
+        ((opt / "pruned", "-o", tmp_path / "new", "--to", "tflite"), "--to tflite is not one of"),
         ((opt / "dense", "-o", tmp_path / "new"), "corp.json"),
         ((tmp_path / "out", "-o", tmp_path / "new"), "corp.json"),
     ):

@@ -1,7 +1,7 @@
 """Run by test_export in a process of its own, which cannot import corp: load what was exported, compare.
 
 Arguments: the file that makes a torchvision importable which does not fit torch (it stands alone), then folders, each
-with expected.safetensors beside what transformers saved.
+with expected.safetensors beside what timm or transformers saved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ class Blocker(MetaPathFinder):
 
 def largest_difference(folder: Path) -> float:
     """Over the outputs that were expected; generated tokens must be the same."""
-    import transformers
     from safetensors.torch import load_file
 
     saved = load_file(folder / "expected.safetensors")
     inputs = {key.removeprefix("in."): value for key, value in saved.items() if key.startswith("in.")}
+    if (folder / "auto.txt").read_text() == "timm":
+        import timm
+
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        return float((model(inputs["input"]) - saved["out.states"]).abs().max())
+    import transformers
+
     auto = getattr(transformers, (folder / "auto.txt").read_text())
     model = auto.from_pretrained(folder, dtype="auto").eval()
     outputs = model(**inputs)

@@ -17,7 +17,9 @@ from corp.adapters.registry import adapter_named, adapters_for, library_of
 from corp.api import Result, history, set_history, shrink
 from corp.atomic import file_in, new_folder, read_json, refuse_existing
 from corp.errors import CorpError, StorageError
-from corp.export.profiles import COMPAT, STANDARD, Exported, write_profile
+from corp.export import targets
+from corp.export.profiles import COMPAT, STANDARD
+from corp.export.record import Exported
 from corp.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
@@ -58,8 +60,10 @@ def save(
     sources = _sources([str(place) for place in companions], result.model, result.origin)
     if profile != COMPACT:
         origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
+        base = _base(result)
+        chosen = targets.choose(base, None, profile)
         with new_folder(Path(path), overwrite=overwrite) as folder:
-            write_profile(result.model, _base(result), folder, Path(path), profile, sources, origin)
+            targets.write(result.model, base, folder, Path(path), chosen, sources, origin)
         return
     manifest = {
         "format": FORMAT,
@@ -85,19 +89,28 @@ def save(
 
 
 def export(
-    source: str | Path, out: str | Path, *, profile: str = STANDARD, overwrite: bool = False, command: str | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str | None = None,
+    profile: str | None = None,
+    overwrite: bool = False,
+    command: str | None = None,
 ) -> Exported:
-    """Write the model of a folder in the compact profile anew, in one that needs no corp to load; see save."""
-    check_profile(profile, (STANDARD, COMPAT))
+    """Write the model of a compact folder in a form that needs no corp: for its own library (see save), ONNX or PT2.
+
+    `to` is "timm", "hf", "onnx" or "pt2"; by default the model's own library. `profile` goes with the first two.
+    """
     folder = Path(source)
     manifest = read_manifest(folder)
+    chosen = targets.choose(manifest["base"], to, profile)
     refuse_existing(Path(out), overwrite=overwrite)
     origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
     origin["command"] = command
     model = load(folder)
     sources = _sources([str(folder)], model, manifest.get("calibration"))
     with new_folder(Path(out), overwrite=overwrite) as new:
-        return write_profile(model, manifest["base"], new, Path(out), profile, sources, origin)
+        return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin)
 
 
 def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:

@@ -44,7 +44,10 @@ def from_folder(folder: Path) -> nn.Module:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a .safetensors file or a .pth (weights only, nothing is executed) that fits the architecture exactly."""
+    """Load a .safetensors file or a .pth (weights only, nothing is executed) that fits the architecture exactly.
+
+    The model takes the dtype of the file, where that has one.
+    """
     state = read_state(path)
     expected = model.state_dict()
     missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
@@ -56,6 +59,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
             if names
         ]
         raise ModelError(f"{path} does not fit {type(model).__name__}; tensors {'; '.join(details)}")
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())
     model.load_state_dict(state)
 
 

@@ -12,30 +12,36 @@ import typer
 from corp import storage
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
-from corp.errors import StorageError
 
 
 @command
 def export(
     folder: Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
-    profile: Annotated[
-        str,
+    to: Annotated[
+        str | None,
         typer.Option(
-            help="standard: narrower MLPs in the config, pruned Q/K padded with zeros. "
-            "compat: everything padded to the dense shapes."
+            help="timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format.",
+            show_default="the model's own library",
         ),
-    ] = "standard",
-    to: Annotated[str, typer.Option(help="hf: as the model's own library saves it; all there is.")] = "hf",
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Of timm and hf. standard: narrower MLPs in the config, the rest padded with zeros. "
+            "compat: everything padded to the dense shapes.",
+            show_default="standard",
+        ),
+    ] = None,
     overwrite: o.Overwrite = False,
     json: o.Json = False,
 ) -> None:
     """Write a pruned model so that it loads without corp, and check that it computes the same."""
-    if to != "hf":
-        raise StorageError(f"--to {to} is not known; hf is")
     made = storage.export(
-        folder, out, profile=profile, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]])
+        folder, out, to=to, profile=profile, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]])
     )
+    if made.difference is None:
+        note(f"not compared with the pruned model: {made.library} is not installed (pip install 'corp-prune[onnx]')")
     if json:
         show_json({"output": str(out), **made.to_dict()})
         return
@@ -43,8 +49,15 @@ def export(
     rows = [
         ("parameters of the pruned model", f"{pruned / 1e6:.3f} M"),
         ("parameters as written", f"{written / 1e6:.3f} M"),
-        ("largest difference of outputs", f"{made.difference:.1e}"),
+        ("largest difference of outputs", "not checked" if made.difference is None else f"{made.difference:.1e}"),
         ("tokenizer, preprocessing", ", ".join(made.companions) or "none found"),
     ]
-    show_table(f"{out}, {made.profile} profile", ("", made.library), rows)
-    note(f"saved to {out}; load it with {made.load.splitlines()[-1].removeprefix('model = ')}")
+    form = f"{made.profile} profile" if made.profile else made.target
+    show_table(f"{out}, {form}", ("", made.library), rows)
+    note(f"saved to {out}; load it with {_loading(made.load)}")
+
+
+def _loading(lines: str) -> str:
+    """The expression that loads it, out of the lines that users would write."""
+    line = next(line for line in lines.splitlines() if line.startswith(("model = ", "session = ")))
+    return line.partition(" = ")[2]

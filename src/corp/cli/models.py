@@ -18,6 +18,7 @@ from corp.errors import CorpError, DataError, ModelError
 HF = "hf:"
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CHECKPOINT_DTYPE = "_corp_checkpoint_dtype"  # an attribute of models that were cast; copies of a model have it too
 
 
 def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
@@ -174,10 +175,22 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name, buffer in module._buffers.items()
         if name in module._non_persistent_buffers_set and buffer is not None
     }
+    before = next(model.parameters()).dtype
     model.to(dtype)
     for (module, name), buffer in computed.items():
         module._buffers[name] = buffer
+    vars(model).setdefault(_CHECKPOINT_DTYPE, before)
     return model
+
+
+def as_stored(model: nn.Module) -> nn.Module:
+    """A model that was widened by --dtype, or pruned from one that was, back in the dtype of its checkpoint.
+
+    Pruning in float32 is more exact; weights that were bfloat16 before should not take twice the space after it.
+    """
+    stored: torch.dtype | None = vars(model).get(_CHECKPOINT_DTYPE)
+    narrower = stored is not None and stored.itemsize < next(model.parameters()).dtype.itemsize
+    return _cast(model, stored) if stored is not None and narrower else model
 
 
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:

@@ -79,7 +79,9 @@ Tokenizer = Annotated[str | None, typer.Option(help="Folder of the tokenizer, wh
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
 Dtype = Annotated[
     str,
-    typer.Option(help="float32, bfloat16 or float16, for the forward pass and the result; auto: the checkpoint's."),
+    typer.Option(
+        help="float32, bfloat16 or float16, for the forward pass; the result is no wider than the checkpoint."
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Draws the calibration samples.")]
 MaxBad = Annotated[float, typer.Option(help="Share of unreadable images that is tolerated (each is named).")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.models import IMAGE, companion_places, kind_of, lacking_companions
+from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions
 from corp.errors import DataError
 from corp.plan import COLUMNS
 from corp.recipe import SUBSPACE
@@ -101,6 +102,7 @@ def prune(
     with progress("planning", None, "sites") as advance:
         plan = api.plan(dense, statistics, recipe, progress=advance)
     result = api.apply(dense, statistics, plan)
+    result = replace(result, model=as_stored(result.model))
     places = companion_places(model, dense, tokenizer)
     line = shlex.join(["corp", *sys.argv[1:]])
     storage.save(result, out, overwrite=overwrite, command=line, companions=places)

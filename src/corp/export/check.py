@@ -14,13 +14,13 @@ from corp.batches import evaluating, move, run
 from corp.errors import StorageError
 
 # Of the largest output. Padded kernels round differently; a wrong weight is off by far more.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def precise(model: nn.Module) -> torch.dtype:
     """The dtype to compare in: half precision would hide a difference behind its rounding."""
     dtype = next(model.parameters()).dtype
-    return dtype if dtype in TOLERANCE else torch.float32
+    return dtype if dtype in (torch.float64, torch.float32) else torch.float32
 
 
 def largest_difference(model: nn.Module, reread: nn.Module, batch: Any) -> float:
@@ -31,7 +31,11 @@ def largest_difference(model: nn.Module, reread: nn.Module, batch: Any) -> float
     reread = reread.to("cpu", dtype)
     _same_rounding(model, reread)
     batch = move(batch, torch.device("cpu"), dtype)
-    ours, theirs = _outputs(model, batch), _outputs(reread, batch)
+    return apart(outputs(model, batch), outputs(reread, batch))
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference of outputs of the same names, each relative to its largest value."""
     if ours.keys() != theirs.keys() or not ours:
         raise StorageError(f"the pruned model returns {sorted(ours)}, the exported one {sorted(theirs)}")
     worst = 0.0
@@ -40,9 +44,18 @@ def largest_difference(model: nn.Module, reread: nn.Module, batch: Any) -> float
             raise StorageError(
                 f"{name} of the exported model is {tuple(theirs[name].shape)}, not {tuple(tensor.shape)}"
             )
-        apart = float((tensor - theirs[name]).abs().max()) / max(float(tensor.abs().max()), 1e-30)
-        worst = max(worst, apart if math.isfinite(apart) else math.inf)
+        distance = float((tensor - theirs[name]).abs().max()) / max(float(tensor.abs().max()), 1e-30)
+        worst = max(worst, distance if math.isfinite(distance) else math.inf)
     return worst
+
+
+def require_agreement(difference: float, dtype: torch.dtype) -> None:
+    limit = TOLERANCE[dtype]
+    if not difference <= limit:
+        raise StorageError(
+            f"the exported model disagrees with the pruned one: by {difference:.2g} of the largest output, "
+            f"more than {limit:g}; nothing was written. The compact profile holds the model exactly"
+        )
 
 
 def _same_rounding(model: nn.Module, reread: nn.Module) -> None:
@@ -54,14 +67,21 @@ def _same_rounding(model: nn.Module, reread: nn.Module) -> None:
             buffer.copy_(ours)
 
 
-def _outputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The floating-point tensors that a model returns, by name."""
+def outputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """The floating-point tensors that a model returns for a batch, by name."""
     try:
         with evaluating(model), torch.no_grad():
             made = run(model, batch)
     except Exception as error:  # the model's own complaint about the inputs
         raise StorageError(f"the export cannot be checked, {type(model).__name__} does not run: {error}") from error
+    return named(made)
+
+
+def named(made: Any) -> dict[str, Tensor]:
+    """What a model returned, as floating-point tensors by name; a lone tensor is called output."""
     if isinstance(made, Tensor):
         return {"output": made}
-    named = made if isinstance(made, Mapping) else dict(enumerate(made))
-    return {str(key): value for key, value in named.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    entries = made if isinstance(made, Mapping) else dict(enumerate(made))
+    return {
+        str(key): value for key, value in entries.items() if isinstance(value, Tensor) and value.is_floating_point()
+    }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,38 +13,16 @@ from torch import nn
 from corp.adapters.registry import Library, adapter_named, find_sites, library_of
 from corp.api import history
 from corp.errors import StorageError
-from corp.export.check import TOLERANCE, largest_difference, precise
+from corp.export.check import largest_difference, precise, require_agreement
 from corp.export.padding import pad
+from corp.export.record import Exported, write_record
 from corp.measure.cost import count_params
-from corp.plan import Plan
 from corp.tying import assign
-from corp.version import __version__
 
 STANDARD, COMPAT = "standard", "compat"
 Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]
-RECORD, CARD = "corp-export.json", "README.md"
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written: by whom it is loaded, and how far its outputs are from the pruned model's."""
-
-    profile: str
-    library: str
-    load: str  # the line that loads it
-    params: tuple[int, int]  # of the pruned model, and as written
-    difference: float  # the largest, relative to the largest output
-    companions: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "profile": self.profile,
-            "library": self.library,
-            "load": self.load,
-            "params": {"pruned": self.params[0], "written": self.params[1]},
-            "difference": self.difference,
-            "companions": list(self.companions),
-        }
+PROFILES = (STANDARD, COMPAT)
+LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what its format is called here
 
 
 def write_profile(
@@ -62,7 +39,7 @@ def write_profile(
     `base` is how its dense architecture is rebuilt; `path` is what the folder will be called. Tokenizer and
     preprocessing come from the first of `sources` that has them.
     """
-    library, make = _library(base)
+    library, make = library_for(base)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
     if profile == STANDARD:
@@ -82,6 +59,7 @@ def write_profile(
     library.write(target.eval(), identity, folder)
     difference = _check(model, library, identity, folder)
     made = Exported(
+        LIBRARY_TARGETS[library.name],
         profile,
         library.name,
         library.call(identity, str(path)),
@@ -91,7 +69,7 @@ def write_profile(
     )
     # The folder may move: on record is its name alone.
     name = path.resolve().name
-    _record(folder, name, replace(made, load=library.call(identity, name)), record, history(model))
+    write_record(folder, name, replace(made, load=library.call(identity, name)), record, history(model))
     return made
 
 
@@ -121,16 +99,11 @@ def _scale_queries(model: nn.Module, factor: float) -> None:
 def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path) -> float:
     reread = library.read(identity, folder, precise(model))
     difference = largest_difference(model, reread, library.example(model))
-    limit = TOLERANCE[precise(model)]
-    if not difference <= limit:
-        raise StorageError(
-            f"the exported model disagrees with the pruned one: by {difference:.2g} of the largest output, "
-            f"more than {limit:g}; nothing was written. The compact profile holds the model exactly"
-        )
+    require_agreement(difference, precise(model))
     return difference
 
 
-def _library(base: dict[str, Any] | None) -> tuple[Library, Make]:
+def library_for(base: dict[str, Any] | None) -> tuple[Library, Make]:
     """The library that the model is of, and how to build models of it."""
     adapter = (base or {}).get("adapter")
     library = library_of(str(adapter))
@@ -160,36 +133,3 @@ def _refuse(biases: set[str], library: Library, profile: str) -> None:
             f"compensation made {len(biases)} biases, such as {min(biases)}, which the model has no place for in "
             f"{library.name}{other}; prune it again with intercept=False (--intercept no), or keep profile='compact'"
         )
-
-
-def _record(folder: Path, name: str, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
-    content = {"format": "corp-export", "version": 1, "corp": __version__, **made.to_dict(), **record}
-    content["plans"] = [plan.to_dict() for plan in plans]
-    (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    recipe = ", ".join(f"{key}={value!r}" for key, value in plans[-1].recipe.to_dict().items() if value)
-    card = f"""---
-library_name: {made.library}
-tags: [pruned]
----
-# {name}, pruned
-
-Made with corp {__version__} from {plans[-1].samples} unlabelled calibration samples, in closed form: no training, no
-labels. Recipe: {recipe}.
-
-Profile `{made.profile}`: it loads without corp. {_shape(made)}
-
-```python
-{made.load}
-```
-
-Its outputs were compared with the pruned model's when it was written: the largest difference was
-{made.difference:.1e} of the largest output.
-"""
-    (folder / CARD).write_text(card, encoding="utf-8")
-
-
-def _shape(made: Exported) -> str:
-    pruned, written = made.params
-    if pruned == written:
-        return f"It has {written:,} parameters, none of them padding."
-    return f"It holds {written:,} parameters, zeros where something was removed; {pruned:,} are the pruned model's own."

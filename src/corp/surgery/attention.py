@@ -55,7 +55,7 @@ def equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     As they are where operations are being counted.
     """
     # A compiled graph counts nothing, and the compiler cannot look into a context variable.
-    if not torch.compiler.is_compiling() and _true_widths.get():
+    if not torch.compiler.is_dynamo_compiling() and _true_widths.get():
         return q, k, v
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
