@@ -33,6 +33,7 @@ from corp.sites import AttentionSite, MLPSite, Site, Sites, heads_of, module_of
 from corp.stages import stage
 from corp.stats import Statistics
 from corp.surgery.linear import projection_at
+from corp.verifying import require_agreement, verify
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
@@ -112,6 +113,7 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     for group in match(sites, plan):
         with _at_site(group[0][0]), stage("compensate"):
             apply_sites(smaller, group, stats, plan.recipe)
+    require_agreement(verify(model, smaller, stats, plan))
     set_history(smaller, (*history(model), plan))
     report = Report(plan, **_before_after(model, smaller, stats.inputs))
     return Result(smaller, plan, report, stats.origin)
