@@ -21,7 +21,7 @@ LEVELS = {
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
     "budget": 6, "sharing": 7, "verifying": 7,
     "api": 8, "demo": 8,
-    "export": 9, "sweeping": 9,
+    "export": 9, "sweeping": 9, "checking": 9,
     "storage": 10,
     "cli": 11, "__main__": 12,
 }  # fmt: skip

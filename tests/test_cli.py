@@ -15,11 +15,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import corp
 from corp.cli.sweep import parse_range
-from tests.command import run
+from tests.command import content, failure, run
 
 MODEL = "deit_tiny_patch16_224"
 
@@ -247,3 +247,20 @@ def test_interrupted_runs_leave_nothing(kill: int, code: int, weights: Path, pho
     assert process.returncode == code, errors
     assert "Traceback" not in errors
     assert {path.name for path in tmp_path.iterdir()} == {"many"}
+
+
+def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) -> None:
+    out, data = tmp_path / "out", ("--weights", weights, "--calib", photos)
+    only = [option for i in range(1, 12) for option in ("--skip", f"blocks.{i}.*")]
+    made = run("prune", MODEL, *data, "-o", out, "--mlp", 0.75, "--attn", 0.5, "--equal-heads", *only)
+    assert made.exit_code == 0, made.output
+    found = content("check", out, *data)
+    assert [(site["site"], site["agrees"]) for site in found["sites"]] == [
+        ("blocks.0.attn", True), ("blocks.0.attn.proj", True), ("blocks.0.mlp", True),
+    ]  # fmt: skip
+    assert "3 sites do what their weights say" in run("check", out, *data).output
+    assert "is not a folder that corp saved" in failure("check", photos / "no-such", *data)
+    tensors = load_file(out / "model.safetensors")
+    tensors["blocks.0.mlp.fc1.weight"] *= 1.5  # still a valid file, and another function
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert "1 of 3 sites do not do what their weights say: blocks.0.mlp" in failure("check", out, *data)

@@ -12,6 +12,7 @@ import typer
 from corp.cli.analyze import analyze
 from corp.cli.bench import bench
 from corp.cli.calibrate import calibrate
+from corp.cli.check import check
 from corp.cli.demo import demo
 from corp.cli.eval import evaluate
 from corp.cli.export import export
@@ -40,6 +41,7 @@ app.command()(analyze)
 app.command()(bench)
 app.command()(export)
 app.command()(inspect)
+app.command()(check)
 app.command()(report)
 app.command()(demo)
 

@@ -59,11 +59,10 @@ class Collector:
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """While this context is open, every forward pass of `model` adds to the sums."""
-        with self._hooks(model) as handles:
+        with self.hooks(model) as handles:
             for site in self.sites:
                 if isinstance(site, AttentionSite):
-                    watch = self._watch_attention if site.q.weight == "weight" else self._watch_multihead
-                    handles += watch(model, site)
+                    handles += self.watch_queries(model, site)
                 else:
                     handles.append(self._watch_input(model, site))
                     handles += self._watch_stream(model, site)
@@ -72,14 +71,14 @@ class Collector:
     @contextmanager
     def finding_shifts(self, model: nn.Module) -> Iterator[None]:
         """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
-        with self._hooks(model) as handles:
+        with self.hooks(model) as handles:
             for site in self.sites:
                 if not isinstance(site, AttentionSite):
-                    handles.append(self._before(model, site, self._set_shift(site.name)))
+                    handles.append(self.before(model, site, self._set_shift(site.name)))
             yield
 
     @contextmanager
-    def _hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
+    def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
         """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
         handles = self.masks.watch(model, self.sites)
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -104,7 +103,7 @@ class Collector:
             moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
             _require_finite(moments, name)
 
-        return self._before(model, site, see)
+        return self.before(model, site, see)
 
     def _watch_stream(self, model: nn.Module, site: LinearSite) -> list[RemovableHandle]:
         """What comes out of the block that holds the layer, into which the layer's own output was added."""
@@ -130,7 +129,7 @@ class Collector:
 
         return see
 
-    def _before(
+    def before(
         self, model: nn.Module, site: LinearSite, see: Callable[[Tensor, Tensor | None], None]
     ) -> RemovableHandle:
         """Show the input of the linear as (B, n, D)."""
@@ -163,8 +162,10 @@ class Collector:
         handle: RemovableHandle = module.register_forward_pre_hook(before, with_kwargs=True)
         return handle
 
-    def _watch_attention(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
+    def watch_queries(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """Queries and keys may come out of one projection or of two; the sums need both."""
+        if site.q.weight != "weight":
+            return self._watch_multihead(model, site)
         seen: dict[str, Tensor] = {}
         angles: list[tuple[Tensor, Tensor]] = []
 
@@ -175,7 +176,7 @@ class Collector:
             if len(seen) == 2:
                 q, k = _as_batch(seen.pop("q")), _as_batch(seen.pop("k"))
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
-                self._add(site, q, k, *masks, bool(site.causal), *angles)
+                self.add(site, q, k, *masks, bool(site.causal), *angles)
 
         def hook(module: str) -> RemovableHandle:
             return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
@@ -200,11 +201,11 @@ class Collector:
             if query.dim() == 3 and not module.batch_first:
                 query, key = query.transpose(0, 1), key.transpose(0, 1)
             q, k = (_project(module, rows, _as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
-            self._add(site, q, k, *_padding(site.name, call, k), _is_causal(call, q.shape[1], k.shape[1]))
+            self.add(site, q, k, *_padding(site.name, call, k), _is_causal(call, q.shape[1], k.shape[1]))
 
         return [module.register_forward_pre_hook(before, with_kwargs=True)]
 
-    def _add(
+    def add(
         self,
         site: AttentionSite,
         q: Tensor,
