@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from corp.adapters.registry import adapter_named, adapters_for
 from corp.api import Result, history, set_history, shrink
-from corp.atomic import file_in, new_folder, read_json, refuse_existing
+from corp.atomic import file_in, new_folder, read_json, refuse_existing, write_tensors
 from corp.errors import CorpError, StorageError
 from corp.export.profiles import COMPAT, STANDARD, Exported, write_profile
 from corp.plan import Plan
@@ -68,7 +67,7 @@ def save(
         "earlier_plans": [plan.to_dict() for plan in history(result.model)[:-1]],
     }
     with new_folder(Path(path), overwrite=overwrite) as folder:
-        save_file(_state(result.model), folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(folder / WEIGHTS, _state(result.model), metadata={"format": "pt"})
         _write(folder / MANIFEST, manifest)
         _write(folder / REPORT, result.report.to_dict())
         result.plan.save(folder / PLAN)
