@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import DataError
+
+MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -71,6 +74,21 @@ def describe(batch: Any) -> Any:
     if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
         return {"fields": {str(key): describe(value) for key, value in batch.items()}}
     return None
+
+
+def is_description(raw: Any, *, inside: bool = False) -> bool:
+    """Whether `describe` may have said this: asked of files, before anything is allocated by it."""
+    if raw is None:
+        return not inside
+    if not isinstance(raw, dict):
+        return False
+    if set(raw) == {"fields"} and not inside:
+        return isinstance(raw["fields"], dict) and all(is_description(v, inside=True) for v in raw["fields"].values())
+    shape, dtype = raw.get("shape"), raw.get("dtype")
+    if set(raw) != {"shape", "dtype"} or not isinstance(shape, list) or not isinstance(dtype, str):
+        return False
+    sizes = all(type(size) is int and 0 <= size <= MOST_NUMBERS for size in shape)
+    return sizes and math.prod(shape) <= MOST_NUMBERS and isinstance(getattr(torch, dtype, None), torch.dtype)
 
 
 def example(description: Any, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from corp.batches import run
+from corp.errors import ModelError
 from corp.surgery.attention import true_widths
 
 
@@ -32,6 +33,11 @@ def count_macs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any],
     try:
         with torch.no_grad(), _frozen(model), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
             run(model, batch, forward)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"{type(model).__name__} cannot be run on the input it is to be counted on: {reason}"
+        ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return int(counter.get_total_flops()) // 2
