@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check test-real bench clean
+.PHONY: demo test check test-real bench soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -20,6 +20,9 @@ check: $(VENV)/.installed
 
 test-real: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m real
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m scripts.soak --out soak.json
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.params
