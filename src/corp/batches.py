@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +42,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def inputs_of(batch: Any) -> Any:

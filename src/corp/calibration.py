@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from corp.atomic import lock_folder, refuse_existing, write_text
-from corp.batches import Forward, describe, move, run, size_of
+from corp.batches import Forward, describe, move, run, size_of, uncompiled
 from corp.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
 from corp.errors import CorpError, DataError, StatisticsError
 from corp.offload import PLACES, offloaded
@@ -251,7 +251,8 @@ class Job:
         moved = batch if self.forward is not None else move(batch, self.device, self.dtype)
         if self.inputs is None and self.forward is None:
             self.inputs = describe(moved)
-        run(self.model, moved, self.forward)
+        with uncompiled():
+            run(self.model, moved, self.forward)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a killed run to be continued."""

@@ -115,18 +115,23 @@ def _explained(error: Exception) -> tuple[str, int]:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
     raise typer.Exit(code)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, CorpWarning):
-        err.print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
+        err.print(Text.assemble(("warning: ", "bold yellow"), printable(str(message))), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Names may come from anybody's files: what would command the terminal, or cannot be encoded, is spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def note(message: str) -> None:
     """One line to people, beside the output proper."""
-    err.print(Text(message, style="dim"), soft_wrap=True)
+    err.print(Text(printable(message), style="dim"), soft_wrap=True)
 
 
 def show_json(content: Any) -> None:
@@ -138,7 +143,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: names are never read as markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: names are never read as markup
     (out if out.is_terminal else Console(width=160)).print(table)
 
 

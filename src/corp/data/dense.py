@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from corp.data.images import Transform, list_images
+from corp.data.images import Transform, list_images, open_image
 from corp.errors import DataError
 
 
@@ -82,7 +82,6 @@ class DensePairs(Iterable[tuple[Tensor, Tensor]]):
 
     def _image(self, path: Path) -> Tensor:
         try:
-            with Image.open(path) as image:
-                return self.transform(image.convert("RGB"))
+            return self.transform(open_image(path))
         except Exception as error:  # Pillow raises almost anything on damaged files
             raise DataError(f"{path} cannot be decoded: {error}") from error
