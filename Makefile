@@ -37,9 +37,16 @@ bench: $(VENV)/.installed
 	test -d $(HOME)/.cache/corp/opt-stories || $(BIN)/python scripts/train_opt.py
 	$(BIN)/python -m benchmarks.language
 
+# make LOCKED=1: archives other than those whose hashes are in constraints-hashed.txt are refused.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: --requirement constraints-hashed.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m pip check
+else
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+endif
 	touch $@
 
 clean:

@@ -263,7 +263,7 @@ class Trial:
     @property
     def seconds(self) -> float:
         """A moment while the command runs, or a little after."""
-        return self.draw.uniform(0, 1.1 * self.shop.usual[self.command].seconds)
+        return self.draw.uniform(0, 1.4 * self.shop.usual[self.command].seconds)
 
     def restore(self, name: str) -> None:
         source, target = self.shop.inputs / name, self.inputs / name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,21 @@ def test_weights_shared_by_two_layers_are_cut_apart() -> None:
     result: Any = pruned(model).model
     assert result.blocks[1].mlp.fc1.weight is not result.blocks[0].mlp.fc1.weight
     assert same(model, before)
+
+
+def test_cycles_leave_no_models_files_or_hooks_behind(tmp_path: Path) -> None:
+    model, made = build("vit"), []
+    open_files = []
+    for _ in range(4):
+        result = pruned(model)
+        corp.save(result, tmp_path / "model", overwrite=True)
+        loaded = corp.load(tmp_path / "model", base=model)
+        made += [weakref.ref(result.model), weakref.ref(loaded)]
+        del result, loaded
+        gc.collect()
+        if Path("/proc/self/fd").is_dir():
+            open_files.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert [ref() for ref in made] == [None] * 8
+    assert len(set(open_files[1:])) <= 1
+    assert hooks(model) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -121,7 +121,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _prefix(path: Path) -> str:
-    return f".{path.name}."
+    return f".{path.name}.corp-"  # unmistakably ours: what is left of it gets removed
 
 
 def _sweep_up(path: Path) -> None:
