@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check test-real bench clean
+.PHONY: demo test check test-real bench soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -20,6 +20,9 @@ check: $(VENV)/.installed
 
 test-real: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m real
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m scripts.soak --out soak.json
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.params
@@ -37,9 +40,16 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.quantise
 	$(BIN)/python -m benchmarks.speed
 
+# make LOCKED=1: archives other than those whose hashes are in constraints-hashed.txt are refused.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: --requirement constraints-hashed.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m pip check
+else
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+endif
 	touch $@
 
 clean:

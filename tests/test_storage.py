@@ -116,7 +116,7 @@ def test_a_failed_save_leaves_nothing(result: Result, tmp_path: Path, monkeypatc
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("corp.storage.save_file", full)
+    monkeypatch.setattr("corp.storage.write_tensors", full)
     with pytest.raises(CorpError, match="No space left"):
         corp.save(result, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

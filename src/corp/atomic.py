@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 try:
     import fcntl
@@ -23,52 +30,122 @@ MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader, or a crash, never sees half of it."""
+    beside: str | None = None
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as beside:
-            beside.write(text)
-            beside.flush()
-            os.fsync(beside.fileno())
+        _sweep_up(path)
+        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path))
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            _hold(file.fileno())
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(beside, 0o666 & ~_umask())
+            os.replace(beside, path)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise cannot_write(path, error) from error
+    finally:
+        if beside is not None:
+            Path(beside).unlink(missing_ok=True)  # only there when something went wrong
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, in a folder that nobody reads yet."""
     try:
-        os.chmod(beside.name, 0o666 & ~_umask())
-        os.replace(beside.name, path)
-    except OSError as error:
-        Path(beside.name).unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        save_file(dict(tensors), path, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from error
 
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `path` when the block ends well and vanishes when it does not."""
     refuse_existing(path, overwrite=overwrite)
+    beside: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
-    try:
-        yield beside
-        for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
-            os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
-        os.chmod(beside, 0o777 & ~_umask())
-        _swap(beside, path, overwrite=overwrite)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+        _sweep_up(path)
+        beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=_prefix(path)))
+        with _held(beside):
+            yield beside
+            for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
+                os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
+                _flush(file)
+            os.chmod(beside, 0o777 & ~_umask())
+            _swap(beside, path, overwrite=overwrite)
+    except (OSError, SafetensorError) as error:  # a library that fills the folder may come upon a full disk, too
+        raise cannot_write(path, error) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)  # only there when something went wrong
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)  # what went wrong, or what was replaced
+
+
+def cannot_write(path: Path, error: Exception) -> StorageError:
+    return StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
 
 
 @contextmanager
 def lock_folder(folder: Path, name: str) -> Iterator[None]:
     """One process at a time in a folder; the lock dies with its process, however that ends."""
     try:
-        with (folder / f".lock-{name}").open("w") as lock:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError as error:
-        raise StorageError(f"another run is writing to {folder}; wait for it, or choose another output") from error
+        lock = (folder / f".lock-{name}").open("w")
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    with lock:
+        if not _hold(lock.fileno()):
+            raise StorageError(f"another run is writing to {folder}; wait for it, or choose another output")
+        yield
+
+
+def _hold(handle: int) -> bool:
+    """Lock an open file or folder until it is closed; False where another process has it."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """While open, nobody takes the folder for one that a killed run left."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _hold(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.corp-"  # unmistakably ours: what is left of it gets removed
+
+
+def _sweep_up(path: Path) -> None:
+    """Remove what runs that were killed left beside `path`: what nobody holds any more."""
+    if fcntl is None:
+        return
+    ours = re.compile(re.escape(_prefix(path)) + r"[a-z0-9_]{8}")  # as tempfile names them
+    with os.scandir(path.parent) as entries:
+        left = [Path(entry.path) for entry in entries if ours.fullmatch(entry.name) and not entry.is_symlink()]
+    for old in left:
+        with suppress(OSError):  # it may be gone by now
+            handle = os.open(old, os.O_RDONLY)
+            try:
+                if _hold(handle):
+                    shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
+            finally:
+                os.close(handle)
+
+
+def _flush(file: Path) -> None:
+    """Have the content on the disk before the name: after a power cut a file is whole, too."""
+    if file.is_file():
+        with file.open("rb+") as content:
+            os.fsync(content.fileno())
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
@@ -84,11 +161,19 @@ def _swap(beside: Path, path: Path, *, overwrite: bool) -> None:
     refuse_existing(path, overwrite=overwrite)  # it may have appeared while the folder was filled
     if not path.exists():
         os.rename(beside, path)
-        return
-    old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    os.rename(path, old / path.name)
-    os.rename(beside, path)
-    shutil.rmtree(old, ignore_errors=True)
+    elif not _exchanged(beside, path):
+        old = beside.with_name(f"{beside.name}.old")
+        os.rename(path, old)
+        os.rename(beside, path)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Let two names change places in one step, with no moment without either; False where that cannot be done."""
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "renameat2"):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(ctypes.CDLL(None).renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0)
 
 
 def read_json(path: Path) -> Any:

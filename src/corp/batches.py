@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from corp.errors import DataError
+
+MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -45,6 +48,12 @@ def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the model's first parameter."""
     first = next(model.parameters(), torch.empty(0))
     return first.device, first.dtype
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def inputs_of(batch: Any) -> Any:
@@ -106,6 +115,21 @@ def describe(batch: Any) -> Any:
     if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
         return {"fields": {str(key): describe(value) for key, value in batch.items()}}
     return None
+
+
+def is_description(raw: Any, *, inside: bool = False) -> bool:
+    """Whether `describe` may have said this: asked of files, before anything is allocated by it."""
+    if raw is None:
+        return not inside
+    if not isinstance(raw, dict):
+        return False
+    if set(raw) == {"fields"} and not inside:
+        return isinstance(raw["fields"], dict) and all(is_description(v, inside=True) for v in raw["fields"].values())
+    shape, dtype = raw.get("shape"), raw.get("dtype")
+    if set(raw) != {"shape", "dtype"} or not isinstance(shape, list) or not isinstance(dtype, str):
+        return False
+    sizes = all(type(size) is int and 0 <= size <= MOST_NUMBERS for size in shape)
+    return sizes and math.prod(shape) <= MOST_NUMBERS and isinstance(getattr(torch, dtype, None), torch.dtype)
 
 
 def example(description: Any, device: torch.device) -> Any:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp.atomic import lock_folder, read_json, refuse_existing, write_text
-from corp.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of
-from corp.checkpoint import Checkpoint, prepare_folder, publish
+from corp.atomic import lock_folder, refuse_existing, write_text
+from corp.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of, uncompiled
+from corp.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
 from corp.errors import CorpError, DataError, StatisticsError
 from corp.offload import PLACES, offloaded
 from corp.sites import AttentionSite, Site
 from corp.stats.collect import Collector
 from corp.stats.memory import HOLD_OUT_EVERY, free_bytes, human, passes
 from corp.stats.site_sums import Entry
-from corp.stats.statistics import Statistics, write_manifest, write_site
+from corp.stats.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
 from corp.workers import Workers
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
@@ -100,7 +100,7 @@ class Job:
 
         def decide() -> None:
             if record is not None and record.is_file():
-                decided.extend(read_json(record))
+                decided.extend(read_groups(record, {site.name for site in self.sites}))
                 return
             budget = free_bytes(self.device) if self.settings.memory is None else self.settings.memory
             groups = passes(self.sites, self.total, budget)
@@ -143,15 +143,20 @@ class Job:
 
         self._on_first_worker(prepare)
         with lock_folder(partial, f"rank-{self.workers.rank}"):
-            entries: dict[str, Entry] = {}
-            samples = 0
-            for number, group in enumerate(self.groups(partial / "passes.json")):
-                samples = self._finish_group(partial, number, group, entries)
-            if self.workers.rank == 0:
-                header = Statistics({}, samples, self.weights, self.inputs, self.origin)
-                write_manifest(partial, header, entries)
-        self._on_first_worker(lambda: publish(partial, out))
+            if not self.workers.gather((partial / MANIFEST).is_file())[0]:  # else it was killed when all was done
+                self._finish_all(partial)
+            self._on_first_worker(lambda: publish(partial, out))
         return Statistics.load(out)
+
+    def _finish_all(self, partial: Path) -> None:
+        """Every pass, and the manifest, which says that there is nothing more to do."""
+        entries: dict[str, Entry] = {}
+        samples = 0
+        for number, group in enumerate(self.groups(partial / "passes.json")):
+            samples = self._finish_group(partial, number, group, entries)
+        if self.workers.rank == 0:
+            header = Statistics({}, samples, self.weights, self.inputs, self.origin)
+            write_manifest(partial, header, entries)
 
     def _on_first_worker(self, action: Callable[[], None]) -> None:
         """Rank 0 acts, the others wait; its failure is everybody's."""
@@ -165,9 +170,9 @@ class Job:
         done = partial / f"pass-{number}.json"
         known = self.workers.gather(done.is_file())[0]
         if known:
-            raw = read_json(done)
-            entries.update({name: Entry(**entry) for name, entry in raw["sites"].items()})
-            self.inputs = raw["inputs"]
+            raw = read_progress(done, "samples")
+            entries.update(read_entries(done, raw["sites"]))
+            self.inputs = raw.get("inputs")
             if self.progress:
                 self.progress(int(raw["samples"]))
             return int(raw["samples"])
@@ -243,7 +248,8 @@ class Job:
         moved = batch if self.forward is not None else move(batch, self.device, self.dtype)
         if self.inputs is None and self.forward is None:
             self.inputs = describe(moved)
-        run(self.model, moved, self.forward)
+        with uncompiled():
+            run(self.model, moved, self.forward)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a killed run to be continued."""

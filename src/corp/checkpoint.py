@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from corp.atomic import file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.atomic import cannot_write, file_in, lock_folder, read_json, refuse_existing, write_text
 from corp.errors import StorageError
 from corp.stats.collect import Collector
-from corp.stats.site_sums import Entry, read_sums
-from corp.stats.statistics import write_site
+from corp.stats.site_sums import entry_of, read_sums
+from corp.stats.statistics import read_entries, write_site
 
 CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 
@@ -42,9 +43,8 @@ class Checkpoint:
         try:
             folder.mkdir()
             entries = {name: write_site(folder, i, sums) for i, (name, sums) in enumerate(collector.sums.items())}
-        except (OSError, RuntimeError) as error:  # safetensors reports a full disk as a RuntimeError-like kind
-            shutil.rmtree(folder, ignore_errors=True)
-            raise StorageError(f"cannot write the checkpoint {folder}: {error}") from error
+        except OSError as error:
+            raise cannot_write(folder, error) from error
         content = {"folder": generation, "samples": samples, "next": next_batch}
         content["sites"] = {name: vars(entry) for name, entry in entries.items()}
         write_text(self.path.with_suffix(".json"), json.dumps(content))
@@ -57,24 +57,57 @@ class Checkpoint:
         index = self.path.with_suffix(".json")
         if not index.is_file():
             return None
-        raw = read_json(index)
-        folder = self.path.with_name(raw["folder"])
-        for name, entry in raw["sites"].items():
-            sums = read_sums(file_in(folder, entry["file"]), Entry(**entry))
+        raw = read_progress(index, "samples", "next")
+        generation = str(raw.get("folder"))
+        entries = read_entries(index, raw["sites"])
+        expected = {name: entry_of(sums, "") for name, sums in collector.sums.items()}
+        if not generation.startswith(self.path.name) or expected != {
+            n: replace(e, file="") for n, e in entries.items()
+        }:
+            raise _damaged(index)
+        for name, entry in entries.items():
+            sums = read_sums(file_in(self.path.with_name(generation), entry.file), entry)
             sums.to(device if device.type != "mps" else torch.device("cpu"))
             collector.sums[name] = sums
         return int(raw["samples"]), int(raw["next"])
+
+
+def read_progress(file: Path, *counts: str) -> dict[str, Any]:
+    """What a run wrote about itself, with these whole numbers in it: it goes on with nothing that it did not write."""
+    raw = read_json(file)
+    if not isinstance(raw, dict) or not all(type(raw.get(name)) is int and raw[name] >= 0 for name in counts):
+        raise _damaged(file)
+    if not isinstance(raw.get("sites"), dict):
+        raise _damaged(file)
+    return raw
+
+
+def read_groups(file: Path, names: set[str]) -> list[list[str]]:
+    """Which sites each pass takes: all of `names`, each once."""
+    groups = read_json(file)
+    if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
+        raise _damaged(file)
+    every = [name for group in groups for name in group]
+    if not all(isinstance(name, str) for name in every) or sorted(every) != sorted(names):
+        raise _damaged(file)
+    return groups
+
+
+def _damaged(file: Path) -> StorageError:
+    return StorageError(f"{file} is not what a run leaves behind; --fresh starts over")
 
 
 def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> None:
     """The folder of a run: a new one, or that of a killed run of the same command."""
     record = partial / "run.json"
     identity = json.loads(json.dumps(identity))
-    if fresh and partial.exists():
+    if partial.exists() and (fresh or not record.is_file()):  # without its record nobody knows what it is a run of
         with lock_folder(partial, "rank-0"):
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
     if record.is_file():
         before = read_json(record)
+        if not isinstance(before, dict):
+            raise _damaged(record)
         changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
         if changed:
             told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
@@ -83,15 +116,21 @@ def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> N
     try:
         partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot write {partial}: {error.strerror or error}") from error
+        raise cannot_write(partial, error) from error
     write_text(record, json.dumps(identity))
 
 
 def publish(partial: Path, out: Path) -> None:
-    """The finished run, less its scaffolding, under its own name."""
+    """The finished run, less its scaffolding, under its own name.
+
+    The record of what it is a run of goes last: with it, a kill in here only means publishing again.
+    """
     refuse_existing(out, overwrite=False)
-    for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass-*.json"), *partial.glob(".lock-*")):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    for record in ("run.json", "passes.json"):
-        (partial / record).unlink(missing_ok=True)
-    partial.rename(out)
+    try:
+        for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass*.json")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for last in (*partial.glob(".lock-*"), partial / "run.json"):
+            last.unlink()
+        partial.rename(out)
+    except OSError as error:
+        raise cannot_write(out, error) from error

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from corp.adapters.registry import adapter_named, adapters_for, library_of
 from corp.api import Result, history, set_history, shrink
-from corp.atomic import file_in, new_folder, read_json, refuse_existing
+from corp.atomic import file_in, new_folder, read_json, refuse_existing, write_tensors
 from corp.errors import CorpError, StorageError
 from corp.export import targets
 from corp.export.profiles import COMPAT, STANDARD
@@ -77,7 +76,7 @@ def save(
         "earlier_plans": [plan.to_dict() for plan in history(result.model)[:-1]],
     }
     with new_folder(Path(path), overwrite=overwrite) as folder:
-        save_file(_state(result.model), folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(folder / WEIGHTS, _state(result.model), metadata={"format": "pt"})
         _write(folder / MANIFEST, manifest)
         _write(folder / REPORT, result.report.to_dict())
         result.plan.save(folder / PLAN)

@@ -17,7 +17,7 @@ from torch import nn
 
 from corp import api
 from corp.adapters.registry import find_sites
-from corp.atomic import lock_folder, read_json, refuse_existing, write_text
+from corp.atomic import cannot_write, lock_folder, read_json, refuse_existing, write_text
 from corp.calibration import Progress, Settings, enough_tokens
 from corp.checkpoint import prepare_folder
 from corp.errors import DataError, RecipeError
@@ -232,19 +232,23 @@ def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -
             if not any(path.is_dir() or path.name == ROWS for path in partial.iterdir()):
                 shutil.rmtree(partial, ignore_errors=True)  # nothing was finished that could be gone on with
             raise
-        _tidy(partial)
         refuse_existing(out, overwrite=False)
-        partial.rename(out)
+        try:
+            _tidy(partial)
+            partial.rename(out)
+        except OSError as error:
+            raise cannot_write(out, error) from error
 
 
 def _tidy(partial: Path) -> None:
     """Leave results, figures and the statistics of all the data; those of parts of it have served."""
     sizes = sorted(partial.glob(f"{STATISTICS}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     if sizes:
+        shutil.rmtree(partial / STATISTICS, ignore_errors=True)  # of a run that was killed in here
         sizes.pop().rename(partial / STATISTICS)
     for leftover in (*sizes, *partial.glob("part-*"), *partial.glob(".lock-*")):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    for record in ("run.json", ROWS, SECONDS):
+    for record in (SECONDS, ROWS, "run.json"):  # the record of what it is a run of goes last
         (partial / record).unlink(missing_ok=True)
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
@@ -20,8 +24,12 @@ from rich.text import Text
 from corp.errors import CorpError, CorpWarning
 
 P = ParamSpec("P")
+INTERNAL = 70  # the exit code of a defect, as in sysexits.h
+_INTERRUPTED = "interrupted; no output was written (corp calibrate goes on where it was when started again)"
+_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
 out = Console()
 err = Console(stderr=True)
+_stopped: list[int] = []  # the signals that came
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
@@ -31,35 +39,99 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", CorpWarning)
-        try:
+        with told():
             function(*args, **kwargs)
-        except CorpError as error:
-            _fail(str(error), 1)
-        except KeyboardInterrupt:
-            _fail("interrupted; no output was written (corp calibrate goes on where it was when started again)", 130)
-        except ModuleNotFoundError as error:
-            _fail(f"{error.name} is not installed: pip install 'corp-prune[all]'", 1)
-        except MemoryError:
-            _fail("out of memory; use a smaller --batch-size or fewer --samples", 1)
-        except BrokenPipeError:  # the reader of our output went away (`| head`)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return wrapped
 
 
-def _fail(message: str, code: int) -> None:
-    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+@contextmanager
+def told() -> Iterator[None]:
+    """Whatever ends a command is told in one line, with an exit code."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except BrokenPipeError:  # the reader of our output went away (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        _fail(_INTERRUPTED, 130)
+    except Exception as error:
+        if _stopped:  # libraries turn what a signal raises inside them into errors of their own
+            _fail(_INTERRUPTED, 128 + _stopped[0])
+        if os.environ.get("CORP_DEBUG"):
+            raise
+        _fail(*_explained(error))
+
+
+def heed_signals() -> None:
+    """Ctrl-C and a polite kill unwind the command, so that half-written folders are removed on the way out."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        _stopped.append(number)
+        if _stopped[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + _stopped[0])
+
+    def swallowed(what: sys.UnraisableHookArgs) -> None:
+        if _stopped and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # it hit a destructor, which nothing leaves: once more, soon
+        else:
+            sys.__unraisablehook__(what)
+
+    if hasattr(signal, "setitimer"):  # not on Windows
+        sys.unraisablehook = swallowed
+        signal.signal(signal.SIGALRM, stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C
+            signal.signal(number, stop)
+
+
+def ignore_signals() -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """A message and an exit code."""
+    text = str(error)
+    if isinstance(error, CorpError):
+        return text, 1
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install 'corp-prune[all]'", 1
+    if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):  # of torch, a RuntimeError
+        return "out of memory; use a smaller --batch-size or fewer --samples", 1
+    if isinstance(error, OSError):
+        return f"{error.filename or 'the system says'}: {error.strerror or error}", 1
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(where.filename).name}, line {where.lineno}"
+    return (
+        f"internal error: {type(error).__name__}: {text} ({place}). This is a defect, not your mistake: "
+        "please report it with what the same command says under CORP_DEBUG=1",
+        INTERNAL,
+    )
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    err.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
     raise typer.Exit(code)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, CorpWarning):
-        err.print(Text.assemble(("warning: ", "bold yellow"), str(message)), soft_wrap=True)
+        err.print(Text.assemble(("warning: ", "bold yellow"), printable(str(message))), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Names may come from anybody's files: what would command the terminal, or cannot be encoded, is spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def note(message: str) -> None:
     """One line to people, beside the output proper."""
-    err.print(Text(message, style="dim"), soft_wrap=True)
+    err.print(Text(printable(message), style="dim"), soft_wrap=True)
 
 
 def show_json(content: Any) -> None:
@@ -71,7 +143,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: names are never read as markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: names are never read as markup
     (out if out.is_terminal else Console(width=160)).print(table)
 
 

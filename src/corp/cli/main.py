@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -13,6 +11,7 @@ from corp.cli.analyze import analyze
 from corp.cli.bench import bench
 from corp.cli.calibrate import calibrate
 from corp.cli.check import check
+from corp.cli.console import heed_signals, ignore_signals, told
 from corp.cli.demo import demo
 from corp.cli.eval import evaluate
 from corp.cli.export import export
@@ -61,10 +60,12 @@ def _root(
     """Options before the command."""
 
 
-def _terminated(_signal: int, _frame: FrameType | None) -> None:
-    sys.exit(143)  # unwinds, so that half-written folders are removed on the way out
-
-
 def main() -> None:
-    signal.signal(signal.SIGTERM, _terminated)
-    app()
+    heed_signals()
+    try:
+        with told():  # what happens before a command has begun, too
+            app()
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    finally:  # what comes now is only the end of the interpreter: it must not turn a success into an interruption
+        ignore_signals()

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from corp.data.images import Transform, list_images
+from corp.data.images import Transform, list_images, open_image
 from corp.errors import DataError
 
 
@@ -41,14 +41,16 @@ def read_target(path: Path) -> Tensor:
     """A map (H, W): numbers of a .npy file, or class indices of a one-channel .png."""
     try:
         if path.suffix == ".npy":
-            content = np.load(path, allow_pickle=False)
+            content = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a lying header allocates nothing
         else:
             with Image.open(path) as image:
                 content = np.array(image)  # of a palette image the indices
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # numpy parses the header as Python, Pillow raises almost anything
         raise DataError(f"{path} cannot be read as a map of numbers: {error}") from error
-    if content.ndim != 2:
-        raise DataError(f"{path} has shape {content.shape}; a target is one number per pixel, (height, width)")
+    if content.ndim != 2 or content.dtype.kind not in "fiub":
+        raise DataError(
+            f"{path} holds {content.dtype} {content.shape}; a target is one number per pixel, (height, width)"
+        )
     return torch.from_numpy(content.astype(np.float64 if content.dtype.kind == "f" else np.int64))
 
 
@@ -80,7 +82,6 @@ class DensePairs(Iterable[tuple[Tensor, Tensor]]):
 
     def _image(self, path: Path) -> Tensor:
         try:
-            with Image.open(path) as image:
-                return self.transform(image.convert("RGB"))
-        except (OSError, ValueError, SyntaxError) as error:
+            return self.transform(open_image(path))
+        except Exception as error:  # Pillow raises almost anything on damaged files
             raise DataError(f"{path} cannot be decoded: {error}") from error

@@ -18,6 +18,7 @@ from torch import Tensor
 from corp.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
+MOST_PIXELS = 2**27  # 400 MB in RGB; no camera takes more, but a file of a few bytes may claim it
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -46,6 +47,14 @@ def choose(paths: Sequence[Path], samples: int | None, seed: int) -> list[Path]:
     if samples < 1:
         raise DataError(f"samples={samples}: at least one image is needed")
     return [paths[i] for i in sorted(random.Random(seed).sample(range(len(paths)), samples))]
+
+
+def open_image(path: Path) -> Image.Image:
+    """The image in RGB; one whose header claims more pixels than any photograph has is not decoded."""
+    with Image.open(path) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise DataError(f"{image.width} x {image.height} pixels are more than the {MOST_PIXELS} that are decoded")
+        return image.convert("RGB")
 
 
 class ImageBatches(Iterable[Tensor]):
@@ -141,8 +150,7 @@ class ImageBatches(Iterable[Tensor]):
     def _decode(self, path: Path) -> Tensor | str:
         """The transformed image, or why there is none."""
         try:
-            with Image.open(path) as image:
-                return self.transform(image.convert("RGB"))
+            return self.transform(open_image(path))
         # Pillow raises almost anything on damaged files; whatever it is, the file is named and counted.
         except Exception as error:
             return f"{type(error).__name__}: {error}"

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from corp.batches import run
+from corp.batches import run, uncompiled
+from corp.errors import ModelError
 from corp.surgery.attention import true_widths
 
 
@@ -30,8 +31,13 @@ def count_macs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any],
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), _frozen(model), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
+        with torch.no_grad(), _frozen(model), uncompiled(), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
             run(model, batch, forward)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"{type(model).__name__} cannot be run on the input it is to be counted on: {reason}"
+        ) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return int(counter.get_total_flops()) // 2

@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from corp.atomic import write_tensors
 from corp.errors import StatisticsError
 from corp.stats.grams import Grams
 from corp.stats.moments import Moments
@@ -85,7 +85,7 @@ def entry_of(sums: AnySums, file: str) -> Entry:
 
 
 def write_sums(path: Path, sums: AnySums) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in sums.tensors().items()}, path)
+    write_tensors(path, {name: tensor.detach().cpu().contiguous() for name, tensor in sums.tensors().items()})
 
 
 def read_sums(path: Path, entry: Entry) -> AnySums:
@@ -100,9 +100,20 @@ def read_sums(path: Path, entry: Entry) -> AnySums:
             for name in names:
                 if not _fits(tuple(file.get_slice(name).get_shape()), shapes[name]):
                     raise StatisticsError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
-            return entry.build({name: file.get_tensor(name) for name in names})
+            tensors = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise StatisticsError(f"{path} is damaged or missing: {error}") from error
+    for name, tensor in tensors.items():
+        if not _plausible(tensor, counts=name.endswith(".counts")):
+            raise StatisticsError(f"{path} is damaged: {name} ({tensor.dtype}) holds what no calibration leaves")
+    return entry.build(tensors)
+
+
+def _plausible(tensor: Tensor, *, counts: bool) -> bool:
+    """Counts are whole and not negative, sums are finite numbers."""
+    if counts:
+        return tensor.dtype == torch.int64 and bool((tensor >= 0).all())
+    return tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor).all())
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corp.atomic import file_in, new_folder, read_json
+from corp.atomic import file_in, new_folder, read_json, write_text
+from corp.batches import is_description
 from corp.errors import StatisticsError
 from corp.stats.grams import Grams
 from corp.stats.moments import Moments
@@ -60,8 +61,8 @@ class Statistics:
         """Open a folder that `save` or `corp calibrate` wrote; the sums are read when they are needed."""
         folder = Path(path)
         manifest = read_manifest(folder)
-        entries = {str(name): _entry(folder, name, raw) for name, raw in manifest["sites"].items()}
-        header = {key: manifest[key] for key in ("samples", "weights", "inputs", "origin")}
+        entries = read_entries(folder / MANIFEST, manifest["sites"])
+        header: dict[str, Any] = {key: manifest.get(key) for key in ("samples", "weights", "inputs", "origin")}
         return cls(StoredSums(entries, lambda file: file_in(folder, file)), **header)
 
 
@@ -124,7 +125,7 @@ def write_manifest(folder: Path, header: Statistics, entries: Mapping[str, Entry
         "origin": header.origin,
         "sites": {name: asdict(entry) for name, entry in entries.items()},
     }
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -139,19 +140,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for key, kind in kinds.items():
         if not isinstance(manifest.get(key), kind) or isinstance(manifest[key], bool):
             raise StatisticsError(f"{folder / MANIFEST}: {key!r} is not of type {kind.__name__}")
+    if manifest["samples"] < 0 or not is_description(manifest.get("inputs")):
+        raise StatisticsError(f"{folder / MANIFEST}: 'samples' or 'inputs' is not what calibration writes")
     return manifest
 
 
-def _entry(folder: Path, name: str, raw: Any) -> Entry:
+def read_entries(file: Path, sites: Any) -> dict[str, Entry]:
+    """The lines of sites in a file of JSON that may come from anybody."""
+    if not isinstance(sites, dict):
+        raise StatisticsError(f"{file}: 'sites' is not an object")
+    return {str(name): _entry(file, name, raw) for name, raw in sites.items()}
+
+
+def _entry(file: Path, name: str, raw: Any) -> Entry:
     keys = {"width": int, "heads": int, "file": str, "kv_heads": int}
     if not isinstance(raw, dict) or set(raw) != set(keys) or any(type(raw[k]) is not t for k, t in keys.items()):
-        raise StatisticsError(f"{folder / MANIFEST}: the entry of site {name!r} is malformed")
+        raise StatisticsError(f"{file}: the entry of site {name!r} is malformed")
     if (
         not 1 <= raw["width"] <= 2**20
         or not 0 <= raw["kv_heads"] <= raw["heads"] <= 2**16
+        or (raw["kv_heads"] and raw["heads"] % raw["kv_heads"])
         or Path(raw["file"]).name != raw["file"]
     ):
-        raise StatisticsError(f"{folder / MANIFEST}: the entry of site {name!r} has impossible values")
+        raise StatisticsError(f"{file}: the entry of site {name!r} has impossible values")
     return Entry(**raw)
 
 
