@@ -303,7 +303,7 @@ def test_parametrised_linears_are_refused() -> None:
     torch.nn.utils.parametrizations.weight_norm(model.blocks[0].mlp.fc2)
     refused = corp.find_sites(model).refused
     assert [r.name for r in refused] == ["blocks.0.mlp"]
-    assert "not a plain nn.Linear" in refused[0].reason
+    assert "not a plain linear layer" in refused[0].reason
 
 
 def test_unknown_models_are_refused_with_a_way_out() -> None:

@@ -149,14 +149,43 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_layers_that_are_more_than_a_linear_are_refused_with_the_reason(case: str) -> None:
     model = build("vit")
     REFUSED[case](model)
-    with pytest.raises(CorpError, match=r"blocks\.0\.\w+ .*not a plain nn\.Linear.*skip"):
+    with pytest.raises(CorpError, match=r"blocks\.0\.\w+ .*not a plain linear layer.*skip"):
         pruned(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_made_by_hooks_and_hooks_that_change_outputs_are_refused() -> None:
+    model: Any = build("vit")
+    nn.utils.weight_norm(model.blocks[0].mlp.fc1)
+    with pytest.raises(CorpError, match=r"blocks\.0\.mlp \(mlp\): fc1 has forward hooks"):
+        pruned(model)
+    model = build("vit")
+    handle = model.blocks[1].attn.qkv.register_forward_hook(lambda _m, _a, out: 2 * out)
+    with pytest.raises(CorpError, match=r"blocks\.1\.attn \(attn\): qkv has forward hooks.*remove them"):
+        pruned(model)
+    handle.remove()
+    pruned(model)
+
+
+def test_a_layer_used_by_two_sites_is_refused_for_both() -> None:
+    model: Any = build("vit")
+    model.blocks[1].mlp.fc2 = model.blocks[0].mlp.fc2
+    refused = {refusal.name: refusal.reason for refusal in corp.find_sites(model).refused}
+    assert refused == {
+        "blocks.0.mlp": "it shares a layer with blocks.1.mlp",
+        "blocks.1.mlp": "it shares a layer with blocks.0.mlp",
+    }
+
+
+def test_a_compiled_wrapper_is_asked_for_the_model_inside() -> None:
+    with pytest.raises(CorpError, match="give corp the model itself"):
+        corp.find_sites(torch.compile(build("vit"), backend="eager"))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of its own quantisation's future
 def test_quantised_layers_are_refused_with_the_reason() -> None:
     model = torch.ao.quantization.quantize_dynamic(build("vit", torch.float32), {nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(CorpError, match=r"quantized.*not a plain nn\.Linear"):
+    with pytest.raises(CorpError, match=r"quantized.*not a plain linear layer"):
         pruned(model, torch.float32)
 
 

@@ -20,7 +20,7 @@ from corp import workers
 from corp.adapters.registry import find_sites
 from corp.batches import Forward, evaluating, example, move, placement
 from corp.calibration import Job, Progress, Settings
-from corp.errors import CorpError, CorpWarning, PlanError, StatisticsError
+from corp.errors import CorpError, CorpWarning, ModelError, PlanError, StatisticsError
 from corp.folding import Planned, apply_sites
 from corp.measure.cost import count_macs, count_params
 from corp.plan import Plan, SitePlan
@@ -172,8 +172,14 @@ def fingerprint(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         if parameter.device.type != "meta":
-            raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().data)
+            try:
+                raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(raw.numpy().data)
+            except (RuntimeError, TypeError) as error:
+                raise ModelError(
+                    f"the weight {name} cannot be read here ({error}); gather a sharded model (FSDP), or load it "
+                    "without quantisation, before pruning"
+                ) from error
     return digest.hexdigest()
 
 

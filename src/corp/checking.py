@@ -22,7 +22,7 @@ from corp.calibration import Settings
 from corp.errors import ModelError, PlanError
 from corp.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE
-from corp.sites import AttentionSite, LinearSite, MLPSite, Rows, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, MLPSite, Rows, Site, ValueSite, layers_of
 from corp.stats import Grams, Statistics
 from corp.stats.collect import Collector, real_tokens
 from corp.surgery.linear import projection_at, rows_of
@@ -128,7 +128,7 @@ def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site) -> Ite
     """What puts the narrowed modules of one site, and of no other, in the dense model's place for a while."""
     new: dict[str, nn.Module] = {}
     if isinstance(site, MLPSite):
-        new = {name: pruned.get_submodule(name) for name in (*(rows.module for rows in site.up), site.down)}
+        new = {name: pruned.get_submodule(name) for name in layers_of(site)}
     elif isinstance(site, AttentionSite) and isinstance(narrow, AttentionSite):
         parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
         new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}

@@ -188,6 +188,14 @@ def module_of(site: Site) -> str:
     return site.name if isinstance(site, MLPSite) else site.attention
 
 
+def layers_of(site: Site) -> list[str]:
+    """The modules whose parameters pruning the site narrows."""
+    if isinstance(site, AttentionSite):
+        return list(dict.fromkeys((site.q.module, site.k.module)))
+    makers = site.up if isinstance(site, MLPSite) else (site.v,)
+    return list(dict.fromkeys((*(rows.module for rows in makers), site.down)))
+
+
 def heads_of(site: Site) -> int | None:
     """How many heads keep dimensions of their own; None where there are none."""
     return None if isinstance(site, MLPSite) else site.groups

@@ -50,9 +50,7 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         raise ModelError(f"transformers {transformers.__version__} has no model {name!r} that corp can prune")
     if not isinstance(raw, dict) or kernel not in (*KERNELS, None):
         raise ModelError(f"the saved config of {name} is not an object, or its attention {kernel!r} is unknown")
-    deep = [key for key, value in _items(raw) if "layers" in key and isinstance(value, int) and value > MOST_LAYERS]
-    if deep:
-        raise ModelError(f"the saved config of {name} asks for more than {MOST_LAYERS} layers ({deep[0]})")
+    refuse_deep(raw, str(name))
     try:
         config: Any = cls.config_class.from_dict(raw)
         if kernel is not None:
@@ -71,6 +69,12 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         ) from error
     made: nn.Module = model
     return made
+
+
+def refuse_deep(config: dict[str, Any], name: str) -> None:
+    deep = [key for key, value in _items(config) if "layers" in key and isinstance(value, int) and value > MOST_LAYERS]
+    if deep:
+        raise ModelError(f"the config of {name} asks for more than {MOST_LAYERS} layers ({deep[0]})")
 
 
 def _prunable(cls: object) -> bool:

@@ -16,7 +16,7 @@ from corp.adapters.registry import Finding
 from corp.adapters.torch_attention import multihead
 from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite
 from corp.surgery.hf_attention import Names, NarrowAttention, RotaryAttention, narrow, rotated_dims
-from corp.surgery.linear import is_linear, projection_of
+from corp.surgery.linear import projection_of, why_not_linear
 from corp.surgery.multihead import NarrowMultihead
 
 MASK = "attention_mask"
@@ -219,9 +219,8 @@ def _child(parent: nn.Module, path: str) -> nn.Module | None:
 def not_plain(module: nn.Module, *paths: str) -> str | None:
     """Why one of these cannot be cut like a linear layer (an adapter on it, a quantised one, a parametrisation …)."""
     for path in paths:
-        child = _child(module, path)
-        if not is_linear(child):
-            return f"{path} is a {type(child).__module__}.{type(child).__name__}, not a plain linear layer"
+        if problem := why_not_linear(_child(module, path)):
+            return f"{path} {problem}"
     return None
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
+from corp.adapters.hf import refuse_deep
 from corp.errors import DataError, ModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
@@ -33,6 +34,7 @@ def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = T
     """
     _check_folder(name)
     config = _load(AutoConfig, name, "config")
+    refuse_deep(config.to_dict(), name)
     candidates = _classes(config, name)
     if not pretrained and not _has_weights(name):
         with quiet():

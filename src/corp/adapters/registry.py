@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from corp.errors import CorpError, ModelError
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites, ValueSite
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites, ValueSite, layers_of, module_of
 
 Finding: TypeAlias = Site | Refusal
 Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
@@ -116,6 +116,8 @@ def find_sites(model: nn.Module) -> Sites:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ModelError("this model is compiled; give corp the model itself (._orig_mod) and compile the pruned one")
     found: list[Finding] = []
     names: list[str] = []
     inside = ""  # prefix of the last module that an adapter took
@@ -128,7 +130,7 @@ def find_sites(model: nn.Module) -> Sites:
                 found += [_prefixed(finding, prefix) for finding in findings]
                 names.append(adapter.name)
                 if not prefix:
-                    return _sites(found, names)
+                    return _sites(model, found, names)
                 inside = f"{prefix}."
                 break
     if not names:
@@ -137,7 +139,7 @@ def find_sites(model: nn.Module) -> Sites:
             "transformers, transformers' OPT, GPT-2, BERT, ViT, CLIP, Whisper and their kin, and "
             "nn.MultiheadAttention. For another model register one with corp.register_adapter(name, find)"
         )
-    return _sites(found, names)
+    return _sites(model, found, names)
 
 
 def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
@@ -150,10 +152,27 @@ def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
     return None if findings is None else list(findings)
 
 
-def _sites(found: list[Finding], names: list[str]) -> Sites:
+def _sites(model: nn.Module, found: list[Finding], names: list[str]) -> Sites:
     sites = [finding for finding in found if not isinstance(finding, Refusal)]
+    shared = _sharing(model, sites)
     refused = [finding for finding in found if isinstance(finding, Refusal)]
-    return Sites(sites, refused, adapter=", ".join(dict.fromkeys(names)))
+    refused += [Refusal(s.name, s.kind, f"it shares a layer with {shared[s.name]}") for s in sites if s.name in shared]
+    return Sites([s for s in sites if s.name not in shared], refused, adapter=", ".join(dict.fromkeys(names)))
+
+
+def _sharing(model: nn.Module, sites: list[Site]) -> dict[str, str]:
+    """Sites of different modules that use one and the same layer: what one of them prunes, the other would lose."""
+    users: dict[int, list[Site]] = {}
+    for site in sites:
+        for name in layers_of(site):
+            users.setdefault(id(model.get_submodule(name)), []).append(site)
+    return {
+        site.name: other.name
+        for several in users.values()
+        for site in several
+        for other in several
+        if module_of(other) != module_of(site)
+    }
 
 
 def _prefixed(finding: Finding, prefix: str) -> Finding:

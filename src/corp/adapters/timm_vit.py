@@ -21,6 +21,7 @@ from corp.adapters.registry import Adapter, Finding
 from corp.errors import ModelError
 from corp.sites import AttentionSite, MLPSite, Refusal, Rows, ValueSite
 from corp.surgery.attention import LatentPool, PackedAttention, RelativeAttention
+from corp.surgery.linear import why_not_linear
 
 FAMILIES = (VisionTransformer, VisionTransformerRelPos, Eva, Beit)
 # Attention that is understood, dense or narrowed, and what it becomes.
@@ -113,9 +114,8 @@ def _normalised(attention: Any) -> str | None:
 def _not_plain_linear(module: nn.Module, *names: str) -> str | None:
     """Why one of these children cannot be cut like an nn.Linear (a wrapper, a convolution, a parametrisation …)."""
     for name in names:
-        child = getattr(module, name)
-        if type(child) is not nn.Linear:
-            return f"{name} is a {type(child).__module__}.{type(child).__name__}, not a plain nn.Linear"
+        if problem := why_not_linear(getattr(module, name)):
+            return f"{name} {problem}"
     return None
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from corp.adapters.registry import Adapter, Finding
 from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, ValueSite
-from corp.surgery.linear import is_linear
+from corp.surgery.linear import why_not_linear
 from corp.surgery.multihead import NarrowMultihead
 
 PADDING = {nn.TransformerEncoderLayer: "src_key_padding_mask", nn.TransformerDecoderLayer: "tgt_key_padding_mask"}
@@ -46,10 +46,8 @@ def _attention(block: Any, name: str) -> list[Finding]:
 
 def _mlp(block: Any, name: str, up: str, down: str, *, batch_first: bool = True, mask: Mask | None = None) -> Finding:
     for path in (up, down):
-        child = _child(block, path)
-        if not is_linear(child):
-            kind = f"{type(child).__module__}.{type(child).__name__}"
-            return Refusal(name, "mlp", f"{path} is a {kind}, not a plain linear layer")
+        if problem := why_not_linear(_child(block, path)):
+            return Refusal(name, "mlp", f"{path} {problem}")
     width: int = block.get_submodule(down).in_features
     return MLPSite(name, (Rows(up, 0, width),), down, mask=mask, batch_first=batch_first)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from corp.adapters.registry import find_sites
 from corp.api import shrink
 from corp.plan import Plan
-from corp.sites import AttentionSite, MLPSite, Site, module_of
+from corp.sites import layers_of, module_of
 
 
 def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def _origins(frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
         steps = [replace(plan, sites=tuple(s for s in plan.sites if s.name in names)) for plan in plans]
         steps = [step for step in steps if step.sites]
         sites = find_sites(frame)
-        for module in dict.fromkeys(module for name in names for module in _modules(sites[name])):
+        for module in dict.fromkeys(module for name in names for module in layers_of(sites[name])):
             _number(frame.get_submodule(module))
         for step in steps:
             shrink(frame, step)
@@ -66,13 +66,6 @@ def _together(frame: nn.Module, plans: Sequence[Plan]) -> list[list[str]]:
     for name in dict.fromkeys(site.name for plan in plans for site in plan.sites):
         groups.setdefault(module_of(sites[name]), []).append(name)
     return list(groups.values())
-
-
-def _modules(site: Site) -> list[str]:
-    """The modules whose parameters pruning the site narrows."""
-    if isinstance(site, AttentionSite):
-        return [site.q.module, site.k.module]
-    return [*(rows.module for rows in (site.up if isinstance(site, MLPSite) else (site.v,))), site.down]
 
 
 def _number(module: nn.Module) -> None:

@@ -24,12 +24,20 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def is_linear(module: object) -> bool:
-    """A layer that can be cut here: exactly nn.Linear or Conv1D. A subclass or a wrapper may compute something else."""
-    if not isinstance(module, nn.Module):
-        return False
-    plain = type(module) is nn.Linear or is_transposed(module)
-    return plain and not torch.nn.utils.parametrize.is_parametrized(module)
+def why_not_linear(module: object) -> str | None:
+    """Why a layer cannot be cut here; None if it can: exactly nn.Linear or Conv1D, with nothing attached.
+
+    A subclass or a wrapper may compute something else, a hook may change what goes in or comes out, and a weight that
+    is made of other parameters (weight_norm, pruning masks) would come back.
+    """
+    plain = isinstance(module, nn.Module) and (type(module) is nn.Linear or is_transposed(module))
+    if not plain or not isinstance(module, nn.Module) or torch.nn.utils.parametrize.is_parametrized(module):
+        return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks, which may change what it computes; remove them before pruning"
+    if odd := sorted({name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}):
+        return f"makes its weight of {', '.join(odd)}; remove that (torch.nn.utils.remove_weight_norm …) before pruning"
+    return None
 
 
 def projection_at(model: nn.Module, name: str) -> Projection:
