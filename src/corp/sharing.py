@@ -3,14 +3,15 @@
 Every site has a curve, its predicted output error at every width, and errors of different layers are made comparable by
 the size of the stream they are added to: an error counts by its size over the square root of that energy. Queries and
 keys are measured in logits and not in outputs, so they are not weighed against the others: they all lose one share,
-and what they leave of the budget is shared out over MLPs and values.
+and what they leave of the budget is shared out over MLPs and values. That share follows the budget (query_share), or is
+given: corp.prune, which has data, tries some.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,38 +21,77 @@ from corp.fitting import fit_mlp, moments_for_fit, split
 from corp.numerics import affine, exact, values
 from corp.numerics.allocate import Option, share
 from corp.planning.linear import Layer, in_basis, uses_intercept
-from corp.recipe import UNIFORM, Recipe
-from corp.sites import AttentionSite, LinearSite, MLPSite, Sites, ValueSite
+from corp.recipe import KINDS, UNIFORM, Recipe
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites, ValueSite
 from corp.stats import Statistics
 from corp.surgery.linear import projection_at
-from corp.widths import width_of
+from corp.widths import narrowed, width_of
 
-QUERIES = 0.5  # share of every head's Q/K dimensions that go: as a subspace they cost little
 LEAST = 1 / 12  # of a site's width is always kept: curves are of one site alone, and say little of the last channels
 VALUE_WIDTHS = 8  # widths at which the error of values is computed; between them the curve is drawn straight
 
 
-def choose_widths(model: nn.Module, sites: Sites, stats: Statistics, recipe: Recipe) -> dict[str, int]:
-    """How wide every site stays."""
-    budget = budget_of(model, sites, recipe, stats.inputs)
-    asked = recipe if budget is None else uniform(sites, recipe, budget)
-    widths = {site.name: width_of(site, sites, asked) for site in sites}
-    if budget is None or recipe.allocate == UNIFORM:
-        return widths
-    return Curves(model, sites, stats, recipe).widths(sites, budget, fixed_widths(sites, recipe, QUERIES), recipe)
+class Shared(NamedTuple):
+    """How wide every site stays, and why: what goes on record in the plan."""
+
+    widths: dict[str, int]
+    why: dict[str, Any]
+
+
+class Sharing:
+    """Shares budgets of one model out; what does not depend on the budget is computed once."""
+
+    def __init__(self, model: nn.Module, sites: Sites, stats: Statistics) -> None:
+        self.model, self.sites, self.stats = model, sites, stats
+        self.curves: Curves | None = None
+
+    def share(self, recipe: Recipe, queries: float | None = None) -> Shared:
+        """By the recipe; `queries` is the share of Q/K dimensions that go, where it is not left to the rule."""
+        budget = budget_of(self.model, self.sites, recipe, self.stats.inputs)
+        if budget is None:
+            return Shared({site.name: width_of(site, self.sites, recipe) for site in self.sites}, {})
+        asked = uniform(self.sites, recipe, budget)
+        widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
+        why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
+        if recipe.allocate != UNIFORM:
+            if self.curves is None:
+                self.curves = Curves(self.model, self.sites, self.stats, recipe)
+            wanted = query_share(asked.mlp) if queries is None else queries
+            widths, taken = self.curves.share(self.sites, budget, recipe, widths, (wanted, asked.mlp))
+            why["queries"] = taken
+        return Shared(widths, {"sharing": {**why, "removed": removed(self.sites, widths)}})
+
+
+def query_share(equal: float) -> float:
+    """How much of Q/K goes under a budget that equal shares of MLP and Q/K, `equal` each, would meet.
+
+    As a subspace Q/K costs little at first and much at the end: more than the others under a mild budget, less under a
+    hard one. The line is what did best on DeiT-Tiny between 0.35 and 0.9 of its operations (docs/budgets.md).
+    """
+    return min(2 * equal, 0.15 + 0.7 * equal)
+
+
+def removed(sites: Sites, widths: dict[str, int]) -> dict[str, float]:
+    """The share that each kind of site loses, all its sites together."""
+    found = {}
+    for kind in KINDS:
+        own = [site for site in sites if site.kind == kind]
+        if own:
+            found[kind] = 1 - sum(widths[site.name] for site in own) / sum(site.width for site in own)
+    return found
 
 
 def fixed_widths(sites: Sites, recipe: Recipe, queries: float) -> dict[str, int]:
-    """The widths that are not shared out: of what is skipped or overridden, and of queries and keys, which all lose one
-    share."""
-    asked = replace(recipe, target_macs=None, target_params=None, attn=queries)
+    """The widths that are not shared out: of what is skipped or told exactly, and of queries and keys, which all lose
+    one share."""
+    asked = recipe.with_shares(attn=queries)
     return {
         site.name: width_of(site, sites, asked)
         for site in sites
         if isinstance(site, AttentionSite)
         or (isinstance(site, ValueSite) and recipe.equal_heads)
         or recipe.skips(site.name)
-        or recipe.overridden(site.kind, site.name)
+        or len(set(recipe.limits(site.kind, site.name))) == 1
     }
 
 
@@ -67,28 +107,50 @@ class Curves:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.errors: dict[str, Tensor] = {}  # (D + 1,) each, at width 0, 1 … D
+        self.paths: dict[str, exact.Path] = {}  # of MLPs
         for site in sites:
             if not isinstance(site, AttentionSite) and not recipe.skips(site.name):
-                self.errors[site.name] = curve(model, site, stats, recipe) * weight(model, site, stats)
+                layer = layer_of(model, site, stats, recipe)
+                if isinstance(site, MLPSite):
+                    path = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge_given)
+                    self.paths[site.name], errors = path, path.by_width()
+                else:
+                    errors = _value_curve(site, layer, recipe)
+                self.errors[site.name] = errors * weight(model, site, stats)
                 if progress:
                     progress(1)
 
-    def widths(self, sites: Sites, budget: Budget, fixed: dict[str, int], recipe: Recipe) -> dict[str, int]:
-        """The best widths within the budget, once the sites of `fixed` have theirs."""
-        free = [site for site in sites if site.name in self.errors and site.name not in fixed]
-        options = [
-            Option(
-                self.errors[site.name],
-                budget.unit(site.name),
-                floor=max(1, round(LEAST * site.width)),
-                multiple=recipe.multiple(site.kind),
-            )
-            for site in free
-        ]
-        full = {site.name: site.width for site in free}
-        spare = budget.limit - budget.cost(sites, fixed) + sum(budget.unit(name) * w for name, w in full.items())
-        found = share(options, spare)
-        return {**fixed, **{site.name: width for site, width in zip(free, found, strict=True)}}
+    def share(
+        self, sites: Sites, budget: Budget, recipe: Recipe, equal: dict[str, int], queries: tuple[float, ...]
+    ) -> tuple[dict[str, int], float]:
+        """The best widths within the budget, with the first share of `queries` that leaves room for the other sites.
+
+        `equal` are widths that meet the budget: no floor is above them.
+        """
+        for wanted in queries:
+            fixed = fixed_widths(sites, recipe, wanted)
+            options = {
+                site.name: self._option(site, budget, recipe, equal[site.name])
+                for site in sites
+                if site.name in self.errors and site.name not in fixed
+            }
+            spare = budget.limit - budget.cost(sites, {**fixed, **dict.fromkeys(options, 0)})
+            if wanted == queries[-1] or sum(option.price * option.floor for option in options.values()) <= spare:
+                break
+        found = share(list(options.values()), spare)
+        return {**fixed, **dict(zip(options, found, strict=True))}, wanted
+
+    def _option(self, site: Site, budget: Budget, recipe: Recipe, equal: int) -> Option:
+        multiple = recipe.multiple(site.kind)
+        least, most = recipe.limits(site.kind, site.name)
+        floor = max(1, min(round(LEAST * site.width), equal))
+        if most < 1:
+            floor = max(floor, narrowed(site, most, multiple))
+        # In whole multiples already, so that what the floors cost is what the smallest widths cost.
+        floor = min(equal, -(-floor // multiple) * multiple)
+        return Option(
+            self.errors[site.name], budget.unit(site.name), floor, narrowed(site, least, multiple), multiple=multiple
+        )
 
 
 def weight(model: nn.Module, site: LinearSite, stats: Statistics) -> float:
@@ -101,23 +163,15 @@ def weight(model: nn.Module, site: LinearSite, stats: Statistics) -> float:
     return 1 / math.sqrt(max(energy, torch.finfo(torch.float64).tiny))
 
 
-def curve(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe) -> Tensor:
-    """The predicted squared output error of one site alone at width 0, 1 … D, compensated."""
+def layer_of(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe) -> Layer:
+    """The linear that consumes the site's channels, with the moments that its fit will have."""
     down = projection_at(model, site.down)
-    moments = stats.moments_of(site.name).all
-    mean, cov = moments_for_fit(moments, uses_intercept(recipe, down.bias is not None))
-    layer = Layer(down.weight.cpu().double(), mean, cov)
-    return _mlp_curve(layer, recipe) if isinstance(site, MLPSite) else _value_curve(site, layer, recipe)
-
-
-def _mlp_curve(layer: Layer, recipe: Recipe) -> Tensor:
-    """From exact elimination, which removes one channel after the other and knows what each costs."""
-    path = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge_given)
-    gone = torch.cat([path.error.new_zeros(1), path.error])  # by how many are gone
-    return gone.flip(0)
+    moments = moments_for_fit(stats.moments_of(site.name).all, uses_intercept(recipe, down.bias is not None))
+    return Layer(down.weight.cpu().double(), *moments)
 
 
 def _value_curve(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
+    """The predicted squared output error of the values alone at width 0, 1 … D, compensated."""
     basis = values.value_basis(layer.W, layer.cov, site.heads, site.groups, site.width, ridge=recipe.ridge_given)
     turned = in_basis(*layer, basis, site.heads)
     steps = min(VALUE_WIDTHS, site.width)
