@@ -14,14 +14,14 @@ SOURCE = Path(corp.__file__).parent
 LEVELS = {
     "errors": 0, "version": 0, "stages": 0, "_torchvision": 0, "text": 0,
     "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1, "tying": 1,
-    "stats": 2,
+    "stats": 2, "holdout": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
     "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
     "budget": 6, "sharing": 7,
     "api": 8, "demo": 8,
-    "export": 9, "sweeping": 9,
+    "export": 9, "sweeping": 9, "searching": 9, "shift": 9,
     "storage": 10,
     "cli": 11, "__main__": 12,
 }  # fmt: skip
@@ -86,7 +86,7 @@ def test_only_adapters_data_and_demo_know_the_libraries() -> None:
 def test_public_names() -> None:
     assert corp.__all__ == [
         "CorpError", "Recipe", "Result", "Statistics", "__version__", "apply", "calibrate", "find_sites", "load",
-        "plan", "prune", "register_adapter", "save",
+        "measure_shift", "plan", "prune", "register_adapter", "save",
     ]  # fmt: skip
     assert all(hasattr(corp, name) for name in corp.__all__)
     assert callable(corp.plan)  # the function, although a module of that name exists
