@@ -19,11 +19,11 @@ LEVELS = {
     "plan": 4, "surgery": 4,
     "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "budget": 6, "sharing": 7,
-    "api": 8, "demo": 8,
-    "export": 9, "sweeping": 9, "searching": 9, "shift": 9,
-    "storage": 10,
-    "cli": 11, "__main__": 12,
+    "budget": 6, "latency": 7, "sharing": 8,
+    "api": 9, "demo": 9,
+    "export": 10, "sweeping": 10, "searching": 10, "shift": 10,
+    "storage": 11,
+    "cli": 12, "__main__": 13,
 }  # fmt: skip
 
 

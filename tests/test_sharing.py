@@ -49,7 +49,7 @@ def test_the_share_of_queries_follows_the_budget(sharing: Sharing) -> None:
         for target in (0.95, 0.8, 0.6, 0.45)
     ]
     assert removed == sorted(removed)
-    assert removed[0] < 0.2 < 0.45 < removed[-1] < 0.8
+    assert removed[0] <= 0.25 < 0.45 < removed[-1] < 0.8
 
 
 def test_queries_may_be_told_and_what_leaves_no_room_for_the_rest_is_not_taken(sharing: Sharing) -> None:

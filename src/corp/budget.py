@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from corp.batches import evaluating, example, move, placement
 from corp.errors import PlanError
 from corp.measure.cost import count_macs, count_params
 from corp.measure.units import Unit, unit_costs
 from corp.recipe import Recipe
-from corp.sites import Sites
+from corp.sites import Site, Sites
 from corp.widths import width_of
 
 STEPS = 40  # bisections: finer than any width
@@ -23,7 +24,7 @@ ALL = 1 - 1e-9  # the share that leaves the narrowest widths
 class Budget:
     """What a model may cost, and what it costs with given widths."""
 
-    what: str  # "macs" or "params"
+    what: str  # "macs", "params" or "latency"
     share: float
     dense: int
     units: Mapping[str, Unit]
@@ -34,8 +35,14 @@ class Budget:
 
     def cost(self, sites: Sites, widths: Mapping[str, int]) -> int:
         """With these widths; sites that are not named keep theirs."""
-        saved = (self.unit(site.name) * (site.width - widths.get(site.name, site.width)) for site in sites)
-        return self.dense - sum(saved)
+        return self.dense - sum(self.saved(site, widths.get(site.name, site.width)) for site in sites)
+
+    def saved(self, site: Site, width: int) -> int:
+        return self.unit(site.name) * (site.width - width)
+
+    def price(self, site: Site) -> float | Tensor:
+        """What numerics.allocate asks: of one unit of width, or of every width."""
+        return self.unit(site.name)
 
     def unit(self, name: str) -> int:
         cost: int = getattr(self.units[name], self.what)
@@ -53,15 +60,20 @@ def budget_of(model: nn.Module, sites: Sites, recipe: Recipe, inputs: object) ->
         return Budget("params", recipe.target_params, count_params(model), unit_costs(model, sites, None))
     if recipe.target_macs is None:
         return None
+    batch = one_sample(model, inputs, "target_macs")
+    with evaluating(model):
+        return Budget("macs", recipe.target_macs, count_macs(model, batch), unit_costs(model, sites, batch))
+
+
+def one_sample(model: nn.Module, inputs: object, target: str) -> Any:
+    """A batch of one for the model; `target` is what it is needed for."""
     if inputs is None:
         raise PlanError(
-            "target_macs: the shape of the model's inputs is not known, because they went through forward=...; "
+            f"{target}: the shape of the model's inputs is not known, because they went through forward=...; "
             "give target_params instead"
         )
     device, dtype = placement(model)
-    batch = move(example(inputs, device), device, dtype)
-    with evaluating(model):
-        return Budget("macs", recipe.target_macs, count_macs(model, batch), unit_costs(model, sites, batch))
+    return move(example(inputs, device), device, dtype)
 
 
 def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:

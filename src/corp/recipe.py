@@ -44,6 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 TARGETS = {
     "target_macs": "a share of the dense model's",
     "target_params": "a share of the dense model's",
+    "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
 }  # what widths can be chosen to meet; one at most
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
@@ -59,6 +60,8 @@ class Recipe:
     target_macs, target_params
                  instead of shares: what is removed leaves at most this share of the dense model's multiply-accumulates
                  or parameters
+    target_latency
+                 the same of the time that one sample takes here and now: measured, so that it holds for this machine
     min_agreement
                  instead of a target: as far as agreement with the dense model on held-out data allows, between 0 and 1
                  (corp.prune only: it measures models on batches that it holds out of calibration)
@@ -88,6 +91,7 @@ class Recipe:
     equal_heads: bool = False
     target_macs: float | None = None
     target_params: float | None = None
+    target_latency: float | None = None
     min_agreement: float | None = None
     preset: str = "paper"
     rank: str = ""

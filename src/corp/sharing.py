@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from corp.budget import Budget, budget_of, uniform
 from corp.fitting import fit_mlp, moments_for_fit, split
+from corp.latency import Clock
 from corp.numerics import affine, exact, values
 from corp.numerics.allocate import Option, share
 from corp.planning.linear import Layer, in_basis, uses_intercept
@@ -28,6 +29,8 @@ from corp.surgery.linear import projection_at
 from corp.widths import narrowed, width_of
 
 LEAST = 1 / 12  # of a site's width is always kept: curves are of one site alone, and say little of the last channels
+ROUNDS = 3  # times that a result is timed, and made smaller where it is not fast enough
+OVER = 1.1  # what a result is too slow by, and a little more, is taken off the next aim
 VALUE_WIDTHS = 8  # widths at which the error of values is computed; between them the curve is drawn straight
 
 
@@ -44,12 +47,35 @@ class Sharing:
     def __init__(self, model: nn.Module, sites: Sites, stats: Statistics) -> None:
         self.model, self.sites, self.stats = model, sites, stats
         self.curves: Curves | None = None
+        self.clock: Clock | None = None
 
     def share(self, recipe: Recipe, queries: float | None = None) -> Shared:
         """By the recipe; `queries` is the share of Q/K dimensions that go, where it is not left to the rule."""
+        if recipe.target_latency is not None:
+            return self._in_time(recipe, queries)
         budget = budget_of(self.model, self.sites, recipe, self.stats.inputs)
         if budget is None:
             return Shared({site.name: width_of(site, self.sites, recipe) for site in self.sites}, {})
+        return self._within(budget, recipe, queries)
+
+    def _in_time(self, recipe: Recipe, queries: float | None) -> Shared:
+        """Within a measured table of times; the result is timed, and made smaller where the table promised too much."""
+        if self.clock is None:
+            self.clock = Clock(self.model, self.sites, self.stats.inputs, recipe)
+        clock, wanted = self.clock, recipe.target_latency
+        assert wanted is not None  # why this was called
+        aim, recipe = wanted, clock.without_idle(recipe)
+        for left in reversed(range(ROUNDS)):
+            shared = self._within(clock.budget(aim), recipe, queries)
+            predicted, measured = clock.predicted(shared.widths), clock.time(shared.widths)
+            if measured.value <= wanted or not left:
+                break
+            aim -= OVER * (measured.value - wanted)
+        record = {**clock.record(), "aimed_at": aim, "predicted": predicted, "measured": measured._asdict()}
+        why = {"sharing": {**shared.why["sharing"], "target": wanted}, "latency": record}
+        return Shared(shared.widths, why)
+
+    def _within(self, budget: Budget, recipe: Recipe, queries: float | None) -> Shared:
         asked = uniform(self.sites, recipe, budget)
         widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
         why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
@@ -68,7 +94,7 @@ def query_share(equal: float) -> float:
     As a subspace Q/K costs little at first and much at the end: more than the others under a mild budget, less under a
     hard one. The line is what did best on DeiT-Tiny between 0.35 and 0.9 of its operations (docs/budgets.md).
     """
-    return min(2 * equal, 0.15 + 0.7 * equal)
+    return min(3 * equal, 0.25 + 0.5 * equal)
 
 
 def removed(sites: Sites, widths: dict[str, int]) -> dict[str, float]:
@@ -134,8 +160,8 @@ class Curves:
                 for site in sites
                 if site.name in self.errors and site.name not in fixed
             }
-            spare = budget.limit - budget.cost(sites, {**fixed, **dict.fromkeys(options, 0)})
-            if wanted == queries[-1] or sum(option.price * option.floor for option in options.values()) <= spare:
+            spare = budget.limit - budget.cost(sites, {**fixed, **dict.fromkeys(options, 0)})  # at no width, no cost
+            if wanted == queries[-1] or sum(option.cost(option.floor) for option in options.values()) <= spare:
                 break
         found = share(list(options.values()), spare)
         return {**fixed, **dict(zip(options, found, strict=True))}, wanted
@@ -149,7 +175,7 @@ class Curves:
         # In whole multiples already, so that what the floors cost is what the smallest widths cost.
         floor = min(equal, -(-floor // multiple) * multiple)
         return Option(
-            self.errors[site.name], budget.unit(site.name), floor, narrowed(site, least, multiple), multiple=multiple
+            self.errors[site.name], budget.price(site), floor, narrowed(site, least, multiple), multiple=multiple
         )
 
 

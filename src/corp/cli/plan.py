@@ -38,6 +38,7 @@ def plan(
     equal_heads: r.EqualHeads = False,
     target_macs: r.TargetMacs = None,
     target_params: r.TargetParams = None,
+    target_latency: r.TargetLatency = None,
     sparsity: r.Sparsity = None,
     preset: r.Preset = "paper",
     rank: r.Rank = "",
@@ -80,6 +81,7 @@ def plan(
         round_to=round_to,
         skip=skip,
         override=override,
+        target_latency=target_latency,
     )
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")

@@ -46,6 +46,7 @@ def prune(
     equal_heads: r.EqualHeads = False,
     target_macs: r.TargetMacs = None,
     target_params: r.TargetParams = None,
+    target_latency: r.TargetLatency = None,
     min_agreement: r.MinAgreement = None,
     sparsity: r.Sparsity = None,
     preset: r.Preset = "paper",
@@ -96,6 +97,7 @@ def prune(
         round_to=round_to,
         skip=skip,
         override=override,
+        target_latency=target_latency,
         min_agreement=min_agreement,
     )
     refuse_existing(out, overwrite=overwrite)

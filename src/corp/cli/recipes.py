@@ -25,6 +25,10 @@ TargetMacs = Annotated[
 TargetParams = Annotated[
     float | None, typer.Option(help="Instead of shares: at most this share of the dense parameters.")
 ]
+TargetLatency = Annotated[
+    float | None,
+    typer.Option(help="Instead of shares: at most this share of the dense time per sample, measured here."),
+]
 MinAgreement = Annotated[
     float | None,
     typer.Option(help="Instead of a target: as small as agreement with the dense model on held-out data stays this."),
@@ -94,10 +98,12 @@ def make_recipe(
     skip: list[str] | None,
     override: list[str] | None,
     min_agreement: float | None = None,
+    target_latency: float | None = None,
 ) -> Recipe:
     if sparsity is not None and (mlp is not None or attn is not None):
         raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
-    if all(share is None for share in (sparsity, mlp, attn, vo, target_macs, target_params, min_agreement)):
+    targets = target_macs, target_params, target_latency, min_agreement
+    if all(share is None for share in (sparsity, mlp, attn, vo, *targets)):
         raise RecipeError("nothing to prune: give --sparsity 0.5, some of --mlp, --attn and --vo, or --target-macs 0.6")
     if intercept not in _INTERCEPTS:
         raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
@@ -109,6 +115,7 @@ def make_recipe(
         equal_heads=equal_heads,
         target_macs=target_macs,
         target_params=target_params,
+        target_latency=target_latency,
         min_agreement=min_agreement,
         preset=preset,
         rank=rank,

@@ -14,6 +14,8 @@ def explained(why: Mapping[str, Any]) -> list[str]:
     try:
         if "sharing" in why:
             lines.append(_sharing(why["sharing"]))
+        if "latency" in why:
+            lines.append(_latency(why["latency"]))
         if "queries" in why:
             lines.append(_queries(why["queries"]))
         if "agreement" in why:
@@ -28,6 +30,14 @@ def _sharing(raw: Mapping[str, Any]) -> str:
     return (
         f"{raw['target']:.3f} of the dense {raw['budget']}, shared by {raw['allocate']}: removed are {lost} "
         f"(equal shares of MLPs and Q/K would be {raw['equal_share']:.0%})"
+    )
+
+
+def _latency(raw: Mapping[str, Any]) -> str:
+    found = raw["measured"]
+    return (
+        f"time per sample on {raw['device']}: {found['value']:.3f} of the dense model's ({found['low']:.3f} to "
+        f"{found['high']:.3f}), {raw['predicted']:.3f} by the table of times"
     )
 
 
