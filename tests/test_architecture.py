@@ -14,16 +14,16 @@ SOURCE = Path(corp.__file__).parent
 LEVELS = {
     "errors": 0, "version": 0, "stages": 0, "_torchvision": 0, "text": 0,
     "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1, "tying": 1,
-    "stats": 2,
+    "stats": 2, "holdout": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
     "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "budget": 6, "sharing": 7, "verifying": 7,
-    "api": 8, "demo": 8,
-    "export": 9, "sweeping": 9, "checking": 9,
-    "storage": 10,
-    "cli": 11, "__main__": 12,
+    "budget": 6, "latency": 7, "sharing": 8, "verifying": 7,
+    "api": 9, "demo": 9,
+    "export": 10, "sweeping": 10, "searching": 10, "checking": 10, "shift": 10,
+    "storage": 11,
+    "cli": 12, "__main__": 13,
 }  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_only_adapters_data_and_demo_know_the_libraries() -> None:
 def test_public_names() -> None:
     assert corp.__all__ == [
         "CorpError", "Recipe", "Result", "Statistics", "__version__", "apply", "calibrate", "find_sites", "load",
-        "plan", "prune", "register_adapter", "save",
+        "measure_shift", "plan", "prune", "register_adapter", "save",
     ]  # fmt: skip
     assert all(hasattr(corp, name) for name in corp.__all__)
     assert callable(corp.plan)  # the function, although a module of that name exists

@@ -28,7 +28,7 @@ from corp.planning.heads import HeadSums, plan_attention
 from corp.planning.linear import plan_mlp, plan_values
 from corp.recipe import Recipe
 from corp.report.tables import Report
-from corp.sharing import choose_widths
+from corp.sharing import Shared, Sharing
 from corp.sites import AttentionSite, MLPSite, Site, Sites, heads_of, module_of
 from corp.stages import stage
 from corp.stats import Statistics
@@ -85,38 +85,53 @@ def calibrate(
         return job.run(None if out is None else Path(out))
 
 
-def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, progress: Progress | None = None) -> Plan:
-    """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
+def plan(
+    model: nn.Module,
+    stats: Statistics,
+    recipe: Recipe,
+    *,
+    progress: Progress | None = None,
+    shared: Shared | None = None,
+) -> Plan:
+    """Decide what every site keeps and predict what that costs. Touches neither data nor the model.
+
+    `shared` are widths that were chosen already, by a search that had data.
+    """
     if not isinstance(recipe, Recipe):
         raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
     sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights})
     require_prunable(sites, recipe)
-    widths = choose_widths(model, sites, stats, recipe)
+    widths, why = Sharing(model, sites, stats).share(recipe) if shared is None else shared
     planned = []
     for site in sites:
         keep = widths[site.name]
         if keep < site.width:
-            with _at_site(site):
+            with at_site(site):
                 planned.append(_plan_site(model, site, keep, stats, recipe))
             if progress:
                 progress(1)
     _warn_if_weak(planned, stats)
-    return Plan(recipe, tuple(planned), stats.weights, stats.samples)
+    return Plan(recipe, tuple(planned), stats.weights, stats.samples, why)
 
 
 def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
-    sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights, "plan": plan.weights})
-    smaller = copy.deepcopy(model)
-    for group in match(sites, plan):
-        with _at_site(group[0][0]), stage("compensate"):
-            apply_sites(smaller, group, stats, plan.recipe)
+    smaller = compensated_copy(model, stats, plan)
     require_agreement(verify(model, smaller, stats, plan))
     set_history(smaller, (*history(model), plan))
     report = Report(plan, **_before_after(model, smaller, stats.inputs))
     return Result(smaller, plan, report, stats.origin)
+
+
+def compensated_copy(model: nn.Module, stats: Statistics, plan: Plan) -> nn.Module:
+    """The smaller model alone."""
+    smaller = copy.deepcopy(model)
+    for group in match(find_sites(model), plan):
+        with at_site(group[0][0]), stage("compensate"):
+            apply_sites(smaller, group, stats, plan.recipe)
+    return smaller
 
 
 def prune(
@@ -274,7 +289,7 @@ def _require_same_weights(model: nn.Module, claims: dict[str, str]) -> None:
 
 
 @contextmanager
-def _at_site(site: Site) -> Iterator[None]:
+def at_site(site: Site) -> Iterator[None]:
     """The core states the fact, this border adds where: once, for every error that comes through."""
     try:
         yield

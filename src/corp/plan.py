@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,17 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The recipe and, for every site that changes, what it keeps."""
+    """The recipe and, for every site that changes, what it keeps.
+
+    `why` is the record of how widths were chosen, where a target left that open: how the budget was shared out, and
+    what was tried and measured. Nothing follows from it.
+    """
 
     recipe: Recipe
     sites: tuple[SitePlan, ...]
     weights: str = ""  # fingerprint of the dense weights it was made for
     samples: int = 0
+    why: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         sites = [{**asdict(s), "keep": s.keep, "achieved": s.achieved} for s in self.sites]
@@ -131,6 +136,7 @@ class Plan:
             "recipe": self.recipe.to_dict(),
             "weights": self.weights,
             "samples": self.samples,
+            "why": dict(self.why),
             "sites": sites,
         }
 
@@ -156,7 +162,8 @@ class Plan:
         weights, samples = top.get("weights", ""), top.get("samples", 0)
         if not isinstance(weights, str) or not _is_count(samples):
             raise PlanError("the plan's 'weights' must be a string and 'samples' a whole number")
-        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples)
+        why = _object(top.get("why", {}), "the plan's 'why'")
+        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why)
 
     def __str__(self) -> str:
         if not self.sites:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 from corp.errors import RecipeError
+
+Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or from which to which a target may choose it
 
 RANKINGS = ("combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation", "exact")
 COMPENSATIONS = ("full", "mean", "none")
@@ -39,6 +41,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "flap": {**_PAPER, "rank": "fluctuation", "compensate": "mean"},  # fluctuation score, bias compensation
     "grail": {**_PAPER, "rank": "wanda", "intercept": False},  # uncentred Gram ridge on the second linear
 }
+TARGETS = {
+    "target_macs": "a share of the dense model's",
+    "target_params": "a share of the dense model's",
+    "target_latency": "a share of the dense model's",
+    "min_agreement": "a share of the dense model's answers",
+}  # what widths can be chosen to meet; one at most
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 
 
@@ -52,6 +60,11 @@ class Recipe:
     target_macs, target_params
                  instead of shares: what is removed leaves at most this share of the dense model's multiply-accumulates
                  or parameters
+    target_latency
+                 the same of the time that one sample takes here and now: measured, so that it holds for this machine
+    min_agreement
+                 instead of a target: as far as agreement with the dense model on held-out data allows, between 0 and 1
+                 (corp.prune only: it measures models on batches that it holds out of calibration)
     allocate     what a target does: "uniform", the largest equal shares of MLP and Q/K (and values, with equal_heads)
                  that meet it; "worth", MLPs and values share it out by what the next channel is worth
     preset       "paper", "best", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets
@@ -68,7 +81,8 @@ class Recipe:
                  "coordinates": dimensions are kept as they are, by rank
     round_to     round kept widths up to multiples: an int, {"mlp": 64, "head": 8}, or "fast", which is that
     skip         globs over site names that are left alone
-    overrides    {glob: {"mlp": s, "attn": s, "vo": s}}: other sparsities for some sites; the last match wins
+    overrides    {glob: {"mlp": s, "attn": s, "vo": s}}: other sparsities for some sites; the last match wins. Under
+                 a target s may be a range (0.0, 0.3): the site loses between nothing and 30 %
     """
 
     mlp: float = 0.0
@@ -77,6 +91,8 @@ class Recipe:
     equal_heads: bool = False
     target_macs: float | None = None
     target_params: float | None = None
+    target_latency: float | None = None
+    min_agreement: float | None = None
     preset: str = "paper"
     rank: str = ""
     compensate: str = ""
@@ -87,7 +103,7 @@ class Recipe:
     vo_basis: str = SUBSPACE
     round_to: int | str | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
-    overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    overrides: Mapping[str, Mapping[str, Wanted]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the dataclass is frozen; this is its constructor
@@ -111,8 +127,7 @@ class Recipe:
             put(self, "ridge", _non_negative("ridge", self.ridge))
         put(self, "round_to", _rounding(self.round_to))
         put(self, "skip", _globs(self.skip))
-        put(self, "overrides", _overrides(self.overrides))
-
+        put(self, "overrides", _overrides(self.overrides, ranges=self.has_target))
         if not isinstance(self.equal_heads, bool):
             raise RecipeError(f"equal_heads={self.equal_heads!r} is not True or False")
         if self.equal_heads and self.vo not in (0.0, self.attn):
@@ -131,18 +146,18 @@ class Recipe:
     @property
     def has_target(self) -> bool:
         """Are widths chosen to meet a budget, instead of given as shares?"""
-        return self.target_macs is not None or self.target_params is not None
+        return any(getattr(self, name) is not None for name in TARGETS)
 
     def _check_targets(self) -> None:
-        for name in ("target_macs", "target_params"):
+        for name, what in TARGETS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
-                raise RecipeError(f"{name}={value!r} must be a share of the dense model's, 0 < {name} <= 1")
+                raise RecipeError(f"{name}={value!r} must be {what}, 0 < {name} <= 1")
             object.__setattr__(self, name, float(value))
-        if self.target_macs is not None and self.target_params is not None:
-            raise RecipeError("give target_macs or target_params, not both")
+        if len(several := [name for name in TARGETS if getattr(self, name) is not None]) > 1:
+            raise RecipeError(f"give {' or '.join(several)}, not both")
         if self.has_target and (given := [kind for kind in KINDS if getattr(self, kind)]):
             raise RecipeError(
                 f"a target chooses the widths itself: {', '.join(given)} cannot go with it; use overrides"
@@ -151,13 +166,27 @@ class Recipe:
     def sparsity(self, kind: str, name: str) -> float:
         """The sparsity asked for at the site `name` of this kind."""
         wanted: float = getattr(self, kind)
+        return _nearest(wanted, self.limits(kind, name))
+
+    def limits(self, kind: str, name: str) -> tuple[float, float]:
+        """The least and the most that the site may lose; equal where an override says exactly how much."""
+        found: Wanted = (0.0, 1.0)
         for glob, changes in self.overrides.items():
             if fnmatchcase(name, glob) and kind in changes:
-                wanted = changes[kind]
-        return wanted
+                found = changes[kind]
+        return found if isinstance(found, tuple) else (found, found)
 
-    def overridden(self, kind: str, name: str) -> bool:
-        return any(fnmatchcase(name, glob) and kind in changes for glob, changes in self.overrides.items())
+    def with_shares(self, **shares: float) -> Recipe:
+        """The same with these shares instead of a target; of a range, what is nearest to them."""
+        overrides = {
+            glob: {
+                kind: _nearest(shares.get(kind, getattr(self, kind)), wanted) if isinstance(wanted, tuple) else wanted
+                for kind, wanted in changes.items()
+            }
+            for glob, changes in self.overrides.items()
+        }
+        changes: dict[str, Any] = {**dict.fromkeys(TARGETS), **shares}
+        return replace(self, **changes, overrides=overrides)
 
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.skip)
@@ -233,15 +262,30 @@ def _globs(value: object) -> tuple[str, ...]:
     return tuple(sorted(globs)) if isinstance(globs, set | frozenset) else tuple(globs)
 
 
-def _overrides(value: object) -> dict[str, dict[str, float]]:
+def _overrides(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]:
     if not isinstance(value, Mapping):
         raise RecipeError(f"overrides={value!r} must look like {{'blocks.0.*': {{'mlp': 0.2}}}}")
-    checked: dict[str, dict[str, float]] = {}
+    checked: dict[str, dict[str, Wanted]] = {}
     for glob, changes in value.items():
         if not isinstance(glob, str) or not isinstance(changes, Mapping) or not changes:
             raise RecipeError(f"overrides[{glob!r}]={changes!r} must look like {{'mlp': 0.2, 'attn': 0.1}}")
         unknown = sorted(str(key) for key in changes if key not in KINDS)
         if unknown:
             raise RecipeError(f"overrides[{glob!r}]: unknown key(s) {', '.join(unknown)}; it takes {', '.join(KINDS)}")
-        checked[glob] = {str(kind): _sparsity(f"overrides[{glob!r}][{kind!r}]", s) for kind, s in changes.items()}
+        checked[glob] = {str(kind): _wanted(f"overrides[{glob!r}][{kind!r}]", s) for kind, s in changes.items()}
+        if not ranges and any(isinstance(wanted, tuple) for wanted in checked[glob].values()):
+            raise RecipeError(f"overrides[{glob!r}]: a range leaves a choice, which only a target makes; give a number")
     return checked
+
+
+def _wanted(name: str, value: object) -> Wanted:
+    if not isinstance(value, list | tuple):
+        return _sparsity(name, value)
+    if len(value) != 2 or (low := _sparsity(name, value[0])) > (high := _sparsity(name, value[1])):
+        raise RecipeError(f"{name}={value!r} is not a range of sparsities: give (least, most), such as (0.0, 0.3)")
+    return low, high
+
+
+def _nearest(value: float, limits: tuple[float, float]) -> float:
+    low, high = limits
+    return min(max(value, low), high)

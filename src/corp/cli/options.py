@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,6 +25,7 @@ from corp.cli.sources import calibration_batches
 from corp.cli.sources import image_batches as image_batches
 from corp.errors import DataError
 from corp.recipe import Recipe
+from corp.searching import hold_out
 from corp.stats import Statistics
 from corp.stats.memory import parse_bytes
 from corp.version import __version__
@@ -102,10 +103,12 @@ def make_settings(
     return Settings(number, amount, checkpoint_seconds, fresh, offload, chosen_device(device))
 
 
-def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
+def statistics(
+    source: Source, stats: Path | None, recipe: Recipe, settings: Settings, held: list[Any] | None = None
+) -> tuple[nn.Module, Statistics]:
     """The model with the statistics of an earlier calibration, or of one made now."""
     if stats is None:
-        return calibrated(source, recipe=recipe, settings=settings)
+        return calibrated(source, recipe=recipe, settings=settings, held=held)
     if source.calib:
         raise DataError("--stats are of data that was seen already; --calib cannot go with it")
     if source.samples is not None:
@@ -120,16 +123,25 @@ def calibrated(
     recipe: Recipe | None = None,
     out: Path | None = None,
     quiet: bool = False,
+    held: list[Any] | None = None,
+    model: nn.Module | None = None,
+    what: str = "calibrating",
 ) -> tuple[nn.Module, Statistics]:
-    """The model, and its statistics over the calibration data; what `recipe` cannot have fails before them."""
+    """The model, and its statistics over the calibration data; what `recipe` cannot have fails before them.
+
+    `held`, where given, gets some of the batches, and they stay out of the statistics. `model` is the source's, where
+    it was loaded already.
+    """
     if not source.calib:
         raise DataError("no data: give images or texts with --calib (or statistics with --stats, where it is taken)")
     # An offloaded model stays on the host; its layers visit the device during calibration only.
     home = source.device if settings.offload is None else "cpu"
-    model = place(load_model(source.model, source.weights), home, source.dtype)
+    model = place(load_model(source.model, source.weights), home, source.dtype) if model is None else model
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
-    batches = calibration_batches(model, source)
+    batches: Any = calibration_batches(model, source)
+    if held is not None and recipe is not None:
+        batches = hold_out(batches, recipe)
     origin = {
         "model": source.model,
         "data": [str(folder) for folder in source.calib],
@@ -145,10 +157,12 @@ def calibrated(
     }
     say = None if quiet else note
     with (
-        progress(f"calibrating on {placement(model)[0]}", batches.samples, "samples", quiet=quiet) as advance,
+        progress(f"{what} on {placement(model)[0]}", batches.samples, "samples", quiet=quiet) as advance,
         without_cache(model),
     ):
         stats = calibrate(model, batches, progress=advance, settings=settings, out=out, origin=origin, announce=say)
+    if held is not None:
+        held += batches.kept
     bad = getattr(batches, "bad", [])
     for path, reason in bad:
         note(f"skipped {path}: {reason}")

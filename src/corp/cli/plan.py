@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from corp import api
+from corp.cli import deployment as d
 from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import StorageError
 from corp.plan import COLUMNS
 from corp.recipe import SUBSPACE
+from corp.report.why import explained
 
 
 @command
@@ -36,6 +38,7 @@ def plan(
     equal_heads: r.EqualHeads = False,
     target_macs: r.TargetMacs = None,
     target_params: r.TargetParams = None,
+    target_latency: r.TargetLatency = None,
     sparsity: r.Sparsity = None,
     preset: r.Preset = "paper",
     rank: r.Rank = "",
@@ -53,6 +56,8 @@ def plan(
     dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
     max_bad: o.MaxBad = 0.05,
+    deploy_data: d.DeployData = None,
+    mix_deploy: d.MixDeploy = False,
     overwrite: o.Overwrite = False,
     json: o.Json = False,
 ) -> None:
@@ -76,18 +81,27 @@ def plan(
         round_to=round_to,
         skip=skip,
         override=override,
+        target_latency=target_latency,
     )
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
-    dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
+    d.check(deploy_data, mix_deploy)
+    settings = o.make_settings(tokens, memory)
+    dense, statistics = o.statistics(source, stats, recipe, settings)
+    seen = d.statistics(source, deploy_data, dense, settings)
+    statistics = statistics + seen if seen is not None and mix_deploy else statistics
     with progress("planning", None, "sites") as advance:
         planned = api.plan(dense, statistics, recipe, progress=advance)
+    shift = d.measured(dense, statistics, seen, planned)
     if out is not None:
         planned.save(out)
     if json:
-        show_json(planned.to_dict())
+        show_json({**planned.to_dict(), **d.content(shift)})
         return
     show_table("plan", COLUMNS, [site.row() for site in planned.sites])
+    for line in explained(planned.why):
+        note(line)
+    d.show(shift)
     note("nothing was changed" + (f"; the plan is in {out}" if out else ""))

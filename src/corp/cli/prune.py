@@ -12,17 +12,19 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from corp import api, storage
+from corp import api, searching, storage
 from corp.atomic import refuse_existing
+from corp.cli import deployment as d
 from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions
+from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions, without_cache
 from corp.errors import DataError
 from corp.plan import COLUMNS
 from corp.recipe import SUBSPACE
 from corp.report.tables import TOTALS, Report
+from corp.report.why import explained
 
 
 @command
@@ -45,6 +47,8 @@ def prune(
     equal_heads: r.EqualHeads = False,
     target_macs: r.TargetMacs = None,
     target_params: r.TargetParams = None,
+    target_latency: r.TargetLatency = None,
+    min_agreement: r.MinAgreement = None,
     sparsity: r.Sparsity = None,
     preset: r.Preset = "paper",
     rank: r.Rank = "",
@@ -62,6 +66,8 @@ def prune(
     dtype: o.Dtype = "auto",
     seed: o.Seed = 0,
     max_bad: o.MaxBad = 0.05,
+    deploy_data: d.DeployData = None,
+    mix_deploy: d.MixDeploy = False,
     eval_data: Annotated[
         list[Path] | None,
         typer.Option(help="Images or texts to measure on before and after: accuracy, perplexity, closeness."),
@@ -92,15 +98,27 @@ def prune(
         round_to=round_to,
         skip=skip,
         override=override,
+        target_latency=target_latency,
+        min_agreement=min_agreement,
     )
     refuse_existing(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} is not there")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
-    dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
-    with progress("planning", None, "sites") as advance:
-        plan = api.plan(dense, statistics, recipe, progress=advance)
+    d.check(deploy_data, mix_deploy)
+    held: list[Any] | None = [] if stats is None and searching.searches(recipe) else None
+    settings = o.make_settings(tokens, memory)
+    dense, statistics = o.statistics(source, stats, recipe, settings, held)
+    seen = d.statistics(source, deploy_data, dense, settings)
+    statistics = statistics + seen if seen is not None and mix_deploy else statistics
+    if held is None:
+        with progress("planning", None, "sites") as advance:
+            plan = api.plan(dense, statistics, recipe, progress=advance)
+    else:
+        with without_cache(dense):
+            plan = searching.search(dense, statistics, recipe, held, announce=note)
+    shift = d.measured(dense, statistics, seen, plan)
     result = api.apply(dense, statistics, plan)
     result = replace(result, model=as_stored(result.model))
     places = companion_places(model, dense, tokenizer)
@@ -110,13 +128,21 @@ def prune(
         note(lacking)
     if not json:
         show_report(result.report)
+        d.show(shift)
         note(f"saved to {out}; load it with corp.load({str(out)!r})")
     content: dict[str, Any] = {}
     show = None
     if eval_data:
         content, show = before_and_after({model: dense, str(out): result.model}, eval_data, eval_samples, source)
     if json:
-        show_json({"output": str(out), **result.report.to_dict(), **({"evaluation": content} if content else {})})
+        show_json(
+            {
+                "output": str(out),
+                **result.report.to_dict(),
+                **d.content(shift),
+                **({"evaluation": content} if content else {}),
+            }
+        )
         return
     if show:
         show()
@@ -139,3 +165,5 @@ def before_and_after(
 def show_report(report: Report) -> None:
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
+    for line in explained(report.plan.why):
+        note(line)

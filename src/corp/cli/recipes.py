@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +24,14 @@ TargetMacs = Annotated[
 ]
 TargetParams = Annotated[
     float | None, typer.Option(help="Instead of shares: at most this share of the dense parameters.")
+]
+TargetLatency = Annotated[
+    float | None,
+    typer.Option(help="Instead of shares: at most this share of the dense time per sample, measured here."),
+]
+MinAgreement = Annotated[
+    float | None,
+    typer.Option(help="Instead of a target: as small as agreement with the dense model on held-out data stays this."),
 ]
 Sparsity = Annotated[float | None, typer.Option(help="The same share for --mlp and --attn.")]
 Preset = Annotated[str, typer.Option(help=f"Sets what is not given: {', '.join(PRESETS)}.")]
@@ -60,7 +69,10 @@ RoundTo = Annotated[
 ]
 Skip = Annotated[list[str] | None, typer.Option(help="Glob over site names to leave alone; may be repeated.")]
 Override = Annotated[
-    list[str] | None, typer.Option(help="Other sparsities, e.g. 'blocks.0.*:mlp=0.2,attn=0,vo=0'; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        help="Other sparsities, e.g. 'blocks.0.*:mlp=0.2,attn=0'; under a target also ranges, mlp=0-0.3; repeatable."
+    ),
 ]
 
 _INTERCEPTS: dict[str, bool | str] = {"": "", "auto": "auto", "yes": True, "no": False}
@@ -85,10 +97,13 @@ def make_recipe(
     round_to: str,
     skip: list[str] | None,
     override: list[str] | None,
+    min_agreement: float | None = None,
+    target_latency: float | None = None,
 ) -> Recipe:
     if sparsity is not None and (mlp is not None or attn is not None):
         raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
-    if all(share is None for share in (sparsity, mlp, attn, vo, target_macs, target_params)):
+    targets = target_macs, target_params, target_latency, min_agreement
+    if all(share is None for share in (sparsity, mlp, attn, vo, *targets)):
         raise RecipeError("nothing to prune: give --sparsity 0.5, some of --mlp, --attn and --vo, or --target-macs 0.6")
     if intercept not in _INTERCEPTS:
         raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
@@ -100,6 +115,8 @@ def make_recipe(
         equal_heads=equal_heads,
         target_macs=target_macs,
         target_params=target_params,
+        target_latency=target_latency,
+        min_agreement=min_agreement,
         preset=preset,
         rank=rank,
         compensate=compensate,
@@ -124,10 +141,21 @@ def _override(text: str) -> tuple[str, dict[str, Any]]:
     glob, colon, changes = text.rpartition(":")
     if not colon or not glob:
         raise RecipeError(f"--override {text!r} should look like 'blocks.0.*:mlp=0.2,attn=0'")
-    return glob, _pairs(changes, float, "--override")
+    return glob, _pairs(changes, _number_or_range, "--override")
 
 
-def _pairs(text: str, kind: type, option: str) -> dict[str, Any]:
+def _number_or_range(text: str) -> Any:
+    """0.3, or 0-0.3; the number is tried first, because 1e-3 is one."""
+    try:
+        return float(text)
+    except ValueError:
+        low, dash, high = text.partition("-")
+        if not dash:
+            raise
+        return float(low), float(high)
+
+
+def _pairs(text: str, kind: Callable[[str], Any], option: str) -> dict[str, Any]:
     pairs = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -137,7 +165,7 @@ def _pairs(text: str, kind: type, option: str) -> dict[str, Any]:
     return pairs
 
 
-def parse_number(text: str, kind: type, option: str) -> Any:
+def parse_number(text: str, kind: Callable[[str], Any], option: str) -> Any:
     try:
         return kind(text)
     except ValueError:

@@ -1,9 +1,9 @@
 """Sharing a budget out over sites: who keeps how much, by what the next unit is worth there.
 
-Every site i has a curve c_i(w), the (weighted) error when it keeps w of its channels or dimensions, and a price u_i per
-unit kept. The widths that minimise sum_i c_i(w_i) within sum_i u_i w_i <= budget are, up to the last step, those at
-which no site would use a further unit of budget better than another: on the lower convex hull of every curve, take the
-steepest segments first.
+Every site i has a curve c_i(w), the (weighted) error when it keeps w of its channels or dimensions, and a cost u_i(w),
+most often a price per unit kept. The widths that minimise sum_i c_i(w_i) within sum_i u_i(w_i) <= budget are, up to the
+last step, those at which no site would use a further unit of budget better than another: on the lower convex hull of
+every curve, error over cost, take the steepest segments first.
 
 Local errors must be weighted by how much the output minds them. `measured_weights` takes that from the pruned model
 itself: let site i keep a little more, and see how far the output moves. The parts of a least squares error that a
@@ -13,6 +13,7 @@ difference of two large distances to the dense output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,13 @@ class Option(NamedTuple):
     """One site to share with: its curve and what may be asked of it."""
 
     errors: Tensor  # (D + 1,): the error at width 0, 1 … D; inf where a width is impossible
-    price: float  # of one unit of width
+    price: float | Tensor  # of one unit of width; or (D + 1,), what width 0, 1 … D costs, never falling
     floor: int = 1
     ceiling: int | None = None  # D where not given
     multiple: int = 1
+
+    def cost(self, width: int) -> float:
+        return float(self.price[width]) if isinstance(self.price, Tensor) else self.price * width
 
 
 def share(options: Sequence[Option], budget: float) -> list[int]:
@@ -42,17 +46,18 @@ def share(options: Sequence[Option], budget: float) -> list[int]:
     """
     allowed = [allowed_widths(option, number) for number, option in enumerate(options)]
     widths = [choice[0] for choice in allowed]
-    left = budget - sum(option.price * w for option, w in zip(options, widths, strict=True))
+    left = budget - sum(option.cost(w) for option, w in zip(options, widths, strict=True))
     if left < -ROUNDING * budget:
         least = budget - left
         raise PlanError(f"the smallest widths cost {least:g}, the budget is {budget:g}; lower the floors or raise it")
     segments = []
     for i, (option, choice) in enumerate(zip(options, allowed, strict=True)):
-        hull = lower_hull([(w, float(option.errors[w])) for w in choice])
+        points = [(option.cost(w), float(option.errors[w])) for w in choice]
+        hull = [choice[number] for number in lower_hull(points)]
         segments += [(-_worth(option, hull[n], hull[n + 1]), i, n, hull[n + 1]) for n in range(len(hull) - 1)]
     closed: set[int] = set()
     for _, i, _, high in sorted(segments):
-        price = options[i].price * (high - widths[i])
+        price = options[i].cost(high) - options[i].cost(widths[i])
         # Of one site later segments rest on earlier ones: where one does not fit, the others do not either.
         if i in closed or price > left + ROUNDING * budget:
             closed.add(i)
@@ -87,13 +92,13 @@ def _fill(
             (_worth(option, widths[i], w), -i, -w)
             for i, (option, choice) in enumerate(zip(options, allowed, strict=True))
             for w in choice
-            if w > widths[i] and option.price * (w - widths[i]) <= left + slack
+            if w > widths[i] and option.cost(w) - option.cost(widths[i]) <= left + slack
         ]
         best = max(steps, default=(0.0, 0, 0))
         if best[0] <= 0:
             return widths
         i, w = -best[1], -best[2]
-        left -= options[i].price * (w - widths[i])
+        left -= options[i].cost(w) - options[i].cost(widths[i])
         widths[i] = w
 
 
@@ -101,10 +106,11 @@ def allowed_widths(option: Option, number: int = 0) -> list[int]:
     """Ascending; `number` names the site in errors."""
     width = len(option.errors) - 1
     ceiling = width if option.ceiling is None else option.ceiling
-    if not (1 <= option.floor <= ceiling <= width and option.multiple >= 1 and option.price > 0):
+    priced = isinstance(option.price, Tensor) or option.price > 0
+    if not (1 <= option.floor <= ceiling <= width and option.multiple >= 1 and priced):
         raise PlanError(
             f"site {number}: floor {option.floor}, ceiling {ceiling}, multiple {option.multiple} and price "
-            f"{option.price:g} do not go with {width} channels; it takes 1 <= floor <= ceiling <= {width}"
+            f"{option.cost(1):g} do not go with {width} channels; it takes 1 <= floor <= ceiling <= {width}"
         )
     first = -(-option.floor // option.multiple) * option.multiple
     choice = [*range(first, ceiling, option.multiple), ceiling]
@@ -114,19 +120,20 @@ def allowed_widths(option: Option, number: int = 0) -> list[int]:
     return possible
 
 
-def lower_hull(points: Sequence[tuple[int, float]]) -> list[int]:
-    """The x of the lower convex hull of points (x, y), x ascending."""
-    hull: list[tuple[int, float]] = []
-    for x, y in points:
+def lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which of the points (x, y), x never falling, are on their lower convex hull; of equal x the last."""
+    hull: list[int] = []
+    for number, (x, y) in enumerate(points):
         while len(hull) > 1:
-            (x0, y0), (x1, y1) = hull[-2:]
+            (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
             if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):  # the middle one lies below the line from first to new
                 break
             hull.pop()
-        hull.append((x, y))
-    return [x for x, _ in hull]
+        hull.append(number)
+    return hull
 
 
 def _worth(option: Option, low: int, high: int) -> float:
-    """What the error falls by, per price, from one width to a larger one."""
-    return float(option.errors[low] - option.errors[high]) / (option.price * (high - low))
+    """What the error falls by, per cost, from one width to a larger one; what costs nothing is worth most."""
+    gain, paid = float(option.errors[low] - option.errors[high]), option.cost(high) - option.cost(low)
+    return gain / paid if paid > 0 else math.inf if gain > 0 else 0.0

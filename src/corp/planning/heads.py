@@ -40,14 +40,7 @@ class HeadSums(NamedTuple):
 
 def plan_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
     """Rank, choose and predict for every key head of one attention and the query heads that share it."""
-    pairs_kept = rotated_part(site, keep) // 2 if site.rotary else 0
-    basis = SUBSPACE if recipe.attn_basis == SUBSPACE and site.plain_width else COORDINATES
-    parts: list[_Pairs | _Dimensions | _Subspaces] = []
-    if sums.pairs is not None:
-        parts.append(_Pairs(sums.pairs, pairs_kept, recipe))
-    if sums.grams is not None:
-        kind = _Subspaces if basis == SUBSPACE else _Dimensions
-        parts.append(kind(sums.grams, site, keep - 2 * pairs_kept, recipe))
+    parts = _parts(site, keep, sums, recipe)
     ridge = choose_ridge(parts, site.groups, recipe)
     sums.fits.clear()
     kept, costs = [], []
@@ -56,7 +49,36 @@ def plan_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recip
         kept.append(tuple(i for dims, _ in planned for i in dims))
         costs.append(together([cost for _, cost in planned]))
     sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
+    basis = _basis(site, recipe)
     return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept), False, tuple(costs), ridge, basis)
+
+
+def sketch_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
+    """The same without predictions, and with subspaces as they start: for models that are tried, not kept."""
+    parts, ridge = _parts(site, keep, sums, recipe), recipe.ridge_given
+    sums.fits.clear()
+    for part in parts:
+        if isinstance(part, _Subspaces):
+            sums.fits.update({(g, part.keep, ridge): part.start(g, ridge) for g in range(site.groups)})
+    kept = tuple(tuple(i for part in parts for i in part.kept(g)) for g in range(site.groups))
+    basis = _basis(site, recipe)
+    return SitePlan(site.name, "attn", site.width, 1 - keep / site.width, kept, False, (), ridge, basis)
+
+
+def _basis(site: AttentionSite, recipe: Recipe) -> str:
+    return SUBSPACE if recipe.attn_basis == SUBSPACE and site.plain_width else COORDINATES
+
+
+def _parts(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> list[_Pairs | _Dimensions | _Subspaces]:
+    """The rotated dimensions, and the others."""
+    pairs_kept = rotated_part(site, keep) // 2 if site.rotary else 0
+    parts: list[_Pairs | _Dimensions | _Subspaces] = []
+    if sums.pairs is not None:
+        parts.append(_Pairs(sums.pairs, pairs_kept, recipe))
+    if sums.grams is not None:
+        kind = _Subspaces if _basis(site, recipe) == SUBSPACE else _Dimensions
+        parts.append(kind(sums.grams, site, keep - 2 * pairs_kept, recipe))
+    return parts
 
 
 def choose_ridge(parts: Sequence[_Pairs | _Dimensions | _Subspaces], groups: int, recipe: Recipe) -> float:
@@ -87,6 +109,10 @@ class _Pairs:
             if self.weighted:
                 return rotary.eliminate(moments, self.keep)
             return rank.top(torch.stack([rotary.pair_energy(A) for A in moments]).sum(0), self.keep)
+
+    def kept(self, g: int) -> list[int]:
+        first = self.choose(g)[0]
+        return [*first.tolist(), *(first + self.whole.width // 2).tolist()]
 
     def systems(self, g: int) -> Iterator[tuple[rotary.PairSystem, rotary.PairSystem]]:
         """Of every query head, on fitted and on held-out data."""
@@ -129,6 +155,9 @@ class _Dimensions:
             energies = [self.whole.head(h).energy().diagonal() for h in self.heads(g)]
             return rank.top(torch.stack(energies).sum(0), self.keep)
 
+    def kept(self, g: int) -> list[int]:
+        return [self.first + i for i in self.choose(g)[0].tolist()]
+
     def systems(self, g: int) -> Iterator[tuple[logit.LogitSystem, logit.LogitSystem]]:
         kept, pruned = self.choose(g)
         for h in self.heads(g):
@@ -145,7 +174,8 @@ class _Dimensions:
             with stage("compensate"):  # apply takes it over
                 system = head_system(head, kept, pruned)
                 M = fit_head(system, self.recipe.compensate, ridge)
-                fits[h, tuple(kept.tolist()), ridge] = M
+                if self.recipe.compensate == "full":  # what another plan finds under this key must mean the same
+                    fits[h, tuple(kept.tolist()), ridge] = M
             costs.append(GroupCost(*logit.distortion(system, M), float(head.energy().sum()), *shares))
         return [self.first + i for i in kept.tolist()], together(costs)
 
@@ -158,10 +188,18 @@ def _judge_head(seen: logit.LogitSystem, unseen: logit.LogitSystem, ridge: float
 class _Subspaces(_Dimensions):
     """The same as the best subspace: numbered, not named, so that what is kept are always the first."""
 
+    def kept(self, g: int) -> list[int]:
+        return [self.first + i for i in range(self.keep)]
+
+    def start(self, g: int, ridge: float) -> subspace.Subspace:
+        """The fit without its exact steps, which are most of the work."""
+        return fit_group(self.whole, self.heads(g), self.keep, "none", ridge)
+
     def plan(self, g: int, ridge: float, fits: dict[Any, Any]) -> Part:
         with stage("compensate"):
             fit = fit_group(self.whole, self.heads(g), self.keep, self.recipe.compensate, ridge)
-            fits[g, self.keep, ridge] = fit
+            if self.recipe.compensate == "full":
+                fits[g, self.keep, ridge] = fit
         unseen = None
         if self.recipe.compensate == "full" and held_out(self.sums):
             unseen = fit_group(self.sums.fit, self.heads(g), self.keep, "full", ridge)

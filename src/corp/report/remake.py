@@ -71,7 +71,11 @@ def _option_values(key: str, value: Any) -> list[str]:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ",".join(f"{key}={value}" for key, value in values.items())
+    return ",".join(f"{key}={_text(value)}" for key, value in values.items())
+
+
+def _text(value: Any) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)  # a range of sparsities
 
 
 def changed(recipe: Recipe) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Report:
             "macs": None if self.macs is None else {"before": self.macs[0], "after": self.macs[1]},
             "samples": self.plan.samples,
             "recipe": self.plan.recipe.to_dict(),
+            "why": dict(self.plan.why),
             "sites": [_site(site) for site in self.plan.sites],
         }
 

@@ -1,0 +1,272 @@
+"""Pruning that measures as it goes: as far as agreement with the dense model allows, and how much of Q/K goes.
+
+Some batches are held out of calibration; models are made from the statistics of the others and compared with the dense
+model on those. Nothing is trained, and the data is read once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from corp import api
+from corp.adapters.registry import find_sites
+from corp.batches import Forward, size_of
+from corp.budget import budget_of, narrowest
+from corp.calibration import Progress
+from corp.errors import CorpWarning, DataError, PlanError
+from corp.evaluate.closeness import Closeness, Reference
+from corp.evaluate.intervals import Interval
+from corp.holdout import HoldOut
+from corp.plan import Plan
+from corp.planning.sketch import sketch
+from corp.recipe import UNIFORM, WORTH, Recipe
+from corp.sharing import Shared, Sharing
+from corp.stats import Statistics
+
+AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
+SHARE_SAMPLES = 128  # to tell Q/K shares apart
+STEPS = 6  # models made to find how far agreement allows to go: the target is then known to about 0.01
+POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
+QUERY_STEP = 0.125  # between the Q/K shares that are tried
+MOST_QUERIES = 0.9
+
+Announce = Callable[[str], None]
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    *,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+    announce: Announce | None = None,
+) -> api.Result:
+    """calibrate, plan and apply in a row.
+
+    Where the recipe leaves something to be measured (min_agreement; how a target is shared with Q/K, under
+    allocate="worth"), about one batch in eight is held out of calibration for it. `announce` is told what was tried.
+    """
+    if not isinstance(recipe, Recipe) or not searches(recipe):
+        return api.prune(model, batches, recipe, forward=forward, progress=progress)
+    api.require_prunable(find_sites(model), recipe)
+    split = hold_out(batches, recipe)
+    stats = api.calibrate(model, split, forward=forward, progress=progress)
+    found = search(model, stats, recipe, split.kept, forward=forward, announce=announce)
+    return api.apply(model, stats, found)
+
+
+def searches(recipe: Recipe) -> bool:
+    """Does this recipe leave something to be measured?"""
+    return recipe.min_agreement is not None or (recipe.has_target and recipe.allocate == WORTH)
+
+
+def hold_out(batches: Iterable[Any], recipe: Recipe) -> HoldOut:
+    return HoldOut(batches, SHARE_SAMPLES if recipe.min_agreement is None else AGREEMENT_SAMPLES)
+
+
+def search(
+    model: nn.Module,
+    stats: Statistics,
+    recipe: Recipe,
+    held: Sequence[Any],
+    *,
+    forward: Forward | None = None,
+    announce: Announce | None = None,
+) -> Plan:
+    """The plan of a recipe that leaves something to be measured, on the batches that were held out."""
+    sharing = Sharing(model, find_sites(model), stats)
+    if recipe.min_agreement is not None:
+        if not held:
+            raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
+        search = _Agreement(sharing, recipe, Reference(model, held, forward), sum(map(size_of, held)), announce)
+        return search.run(recipe.min_agreement)
+    if not held:  # a single batch: the rule decides, as in corp.plan
+        return api.plan(model, stats, recipe)
+    few = first_samples(held, SHARE_SAMPLES)
+    shared = _Split(sharing, recipe, Reference(model, few, forward), sum(map(size_of, few)), announce).run()
+    return api.plan(model, stats, recipe, shared=shared)
+
+
+def first_samples(batches: Sequence[Any], samples: int) -> list[Any]:
+    """The first batches that have so many samples together."""
+    chosen: list[Any] = []
+    for batch in batches:
+        if sum(map(size_of, chosen)) >= samples:
+            break
+        chosen.append(batch)
+    return chosen
+
+
+@dataclass
+class _Agreement:
+    """Bisection over the budget: agreement falls as it shrinks."""
+
+    sharing: Sharing
+    recipe: Recipe
+    reference: Reference
+    samples: int
+    announce: Announce | None
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    best: Plan | None = None
+    best_target: float = 1.0
+    what: str = ""
+    warned: list[CorpWarning] = field(default_factory=list)
+
+    @property
+    def target(self) -> str:
+        """What is searched over: without the shape of the inputs, operations cannot be counted."""
+        return "target_params" if self.sharing.stats.inputs is None else "target_macs"
+
+    def run(self, wanted: float) -> Plan:
+        sharing, any_target = self.sharing, self.at(1.0)
+        budget = budget_of(sharing.model, sharing.sites, any_target, sharing.stats.inputs)
+        assert budget is not None  # it has a target
+        least = narrowest(sharing.sites, any_target, budget)
+        targets = bisect(lambda target: self.reaches(target, wanted), least, 1.0, STEPS)
+        if self.best is None:
+            raise PlanError(
+                f"min_agreement={wanted:g} is out of reach: {self.target}={max(targets):.3f}, the lightest one tried, "
+                f"gives {self.tried[-1]['agreement']:.3f}; lower it, or calibrate on more samples"
+            )
+        for warning in self.warned:
+            warnings.warn(warning, stacklevel=3)
+        if min(targets) == self.best_target:
+            warnings.warn(
+                f"min_agreement={wanted:g} never stopped the search: {self.target}={self.best_target:.3f}, "
+                "the heaviest pruning there is, still has it",
+                CorpWarning,
+                stacklevel=3,
+            )
+        record = {"wanted": wanted, "what": self.what, "samples": self.samples, "steps": self.tried}
+        return replace(self.best, why={**self.best.why, "agreement": {**record, "chosen": self.best_target}})
+
+    def at(self, target: float) -> Recipe:
+        asked: dict[str, Any] = {"min_agreement": None, self.target: target}
+        return replace(self.recipe, **asked)
+
+    def reaches(self, target: float, wanted: float) -> bool:
+        sharing, recipe = self.sharing, self.at(target)
+        with warnings.catch_warnings(record=True) as caught:  # of models that are only tried nobody wants to hear
+            warnings.simplefilter("always", CorpWarning)
+            plan = api.plan(sharing.model, sharing.stats, recipe, shared=sharing.share(recipe))
+        found = self.reference.compare(api.compensated_copy(sharing.model, sharing.stats, plan))
+        agreement, self.what = found.agreement(), found.what
+        self.tried.append({self.target: target, "agreement": agreement.value, **_ends(agreement)})
+        enough = agreement.value >= wanted
+        if enough:
+            self.best, self.best_target = plan, target
+            self.warned = [entry.message for entry in caught if isinstance(entry.message, CorpWarning)]
+        if self.announce:
+            verdict = "enough" if enough else "too little"
+            self.announce(f"{self.target}={target:.3f}: agreement {described(agreement)}, {verdict}")
+        return enough
+
+
+def bisect(reaches: Callable[[float], bool], low: float, high: float, steps: int) -> list[float]:
+    """Ask at the middle of [low, high] so many times, going lower where it `reaches`; what was asked, in order.
+
+    Where the middle always reaches, `low` itself is asked last.
+    """
+    asked: list[float] = []
+    bottom = low
+    for _ in range(steps):
+        asked.append((low + high) / 2)
+        low, high = (low, asked[-1]) if reaches(asked[-1]) else (asked[-1], high)
+    if low == bottom:
+        asked.append(low)
+        reaches(low)
+    return asked
+
+
+@dataclass
+class _Split:
+    """How a budget is split: how errors of different layers count, and how much of Q/K goes; by measuring both.
+
+    From the rules' answers on, towards where the output is nearer to the dense model's. Equal shares are tried too:
+    what is taken is never farther from it than they are.
+    """
+
+    sharing: Sharing
+    recipe: Recipe
+    reference: Reference
+    samples: int
+    announce: Announce | None
+    known: dict[tuple[int, ...], float] = field(default_factory=dict)
+    tried: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> Shared:
+        first = self.sharing.share(self.recipe)
+        why = first.why["sharing"]
+        start, usual = why["queries"], why["power"]
+        power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
+        queries = climb(lambda share: self.measure(self.at(share, power)), start, QUERY_STEP, (0.0, MOST_QUERIES))
+        equal = self.sharing.share(replace(self.recipe, allocate=UNIFORM))
+        best = min((self.at(queries, power), equal), key=self.measure)
+        self.forget()
+        record = {"rule": {"queries": start, "power": usual}, "samples": self.samples, "tried": self.tried}
+        return Shared(best.widths, {**best.why, "split": record})
+
+    def at(self, queries: float, power: float) -> Shared:
+        return self.sharing.share(self.recipe, queries, power)
+
+    def measure(self, shared: Shared) -> float:
+        """The divergence from the dense model, of widths that were not measured yet."""
+        widths = tuple(shared.widths.values())
+        if widths not in self.known:
+            found, why = self.compare(shared).divergence(), shared.why["sharing"]
+            self.known[widths] = found.value
+            how = {key: why[key] for key in ("queries", "power") if key in why} or {"allocate": UNIFORM}
+            self.tried.append({**how, "divergence": found.value, **_ends(found)})
+            if self.announce:
+                name = f"{how['queries']:.1%} of Q/K, power {how['power']:g}" if "power" in how else "equal shares"
+                self.announce(f"{name}: divergence {described(found)}")
+        return self.known[widths]
+
+    def forget(self) -> None:
+        """Fits of models that were tried take memory, and the plan makes its own; elimination paths serve it too."""
+        fits = self.sharing.stats.fits
+        for name, known in fits.items():
+            fits[name] = {key: value for key, value in known.items() if key[0] == "path"}
+
+    def compare(self, shared: Shared) -> Closeness:
+        model, sites, stats = self.sharing.model, self.sharing.sites, self.sharing.stats
+        paths = self.sharing.curves.paths if self.sharing.curves else {}
+        plans = tuple(
+            sketch(model, site, shared.widths[site.name], stats, self.recipe, paths.get(site.name))
+            for site in sites
+            if shared.widths[site.name] < site.width
+        )
+        return self.reference.compare(api.compensated_copy(model, stats, Plan(self.recipe, plans)))
+
+
+def climb(measure: Callable[[float], float], start: float, step: float, limits: tuple[float, float]) -> float:
+    """The least of a function with one valley, in steps: both ways from the start, then on where it falls."""
+    known = {start: measure(start)}
+    for direction in (-step, step):
+        best = start
+        while True:
+            here = min(max(best + direction, limits[0]), limits[1])
+            if here in known:
+                break
+            known[here] = measure(here)
+            if known[here] >= known[best]:
+                break
+            best = here
+        if best != start:
+            break  # it fell this way, so it rises the other
+    return min(known, key=lambda share: known[share])
+
+
+def described(interval: Interval) -> str:
+    ends = "" if interval.low is None else f" ({interval.low:.3f} to {interval.high:.3f})"
+    return f"{interval.value:.3f}{ends}"
+
+
+def _ends(interval: Interval) -> dict[str, float | None]:
+    return {"low": interval.low, "high": interval.high}
