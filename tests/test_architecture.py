@@ -19,7 +19,7 @@ LEVELS = {
     "plan": 4, "surgery": 4,
     "widths": 2, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "budget": 6, "sharing": 7,
+    "streams": 3, "budget": 6, "sharing": 7, "sequential": 7,
     "api": 8, "demo": 8,
     "export": 9, "sweeping": 9,
     "storage": 10,

@@ -18,6 +18,7 @@ from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.models import IMAGE, companion_places, kind_of, lacking_companions
+from corp.cli.sources import calibration_batches
 from corp.errors import DataError
 from corp.plan import COLUMNS
 from corp.recipe import SUBSPACE
@@ -53,6 +54,8 @@ def prune(
     attn_basis: r.AttnBasis = "",
     allocate: r.Allocate = "",
     vo_basis: r.VoBasis = SUBSPACE,
+    sequential: r.Sequential = False,
+    sequential_samples: r.SequentialSamples = None,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
     override: r.Override = None,
@@ -88,6 +91,8 @@ def prune(
         attn_basis=attn_basis,
         allocate=allocate,
         vo_basis=vo_basis,
+        sequential=sequential,
+        sequential_samples=sequential_samples,
         round_to=round_to,
         skip=skip,
         override=override,
@@ -95,12 +100,19 @@ def prune(
     refuse_existing(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} is not there")
+    if sequential and stats is not None:
+        raise DataError("--sequential reads the data itself: give --calib instead of --stats")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     dense, statistics = o.statistics(source, stats, recipe, o.make_settings(tokens, memory))
-    with progress("planning", None, "sites") as advance:
-        plan = api.plan(dense, statistics, recipe, progress=advance)
-    result = api.apply(dense, statistics, plan)
+    if sequential:
+        batches = calibration_batches(dense, source)
+        with progress("fitting", None, "blocks") as advance:
+            result = api.fit_sequentially(dense, batches, statistics, recipe, progress=advance)
+    else:
+        with progress("planning", None, "sites") as advance:
+            plan = api.plan(dense, statistics, recipe, progress=advance)
+        result = api.apply(dense, statistics, plan)
     places = companion_places(model, dense, tokenizer)
     line = shlex.join(["corp", *sys.argv[1:]])
     storage.save(result, out, overwrite=overwrite, command=line, companions=places)
