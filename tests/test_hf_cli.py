@@ -15,7 +15,8 @@ from torch import nn
 
 import corp
 from corp.adapters import hf_models
-from corp.cli.models import ENCODER, kind_of, load_model, without_cache
+from corp.batches import without_cache
+from corp.cli.models import ENCODER, kind_of, load_model
 from corp.cli.sources import sequences_per_batch
 from corp.errors import DataError, ModelError
 from tests import hf_folders

@@ -1,4 +1,4 @@
-"""calibrate, plan, apply and prune: the only loops over sites."""
+"""calibrate, plan, apply and prune: the only loops over sites, but for sequential fitting."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import copy
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +19,7 @@ from corp import workers
 from corp.adapters.registry import find_sites
 from corp.batches import Forward, evaluating, example, move, placement
 from corp.calibration import Job, Progress, Settings
-from corp.errors import CorpError, CorpWarning, ModelError, PlanError, StatisticsError
+from corp.errors import CorpWarning, ModelError, PlanError, StatisticsError
 from corp.folding import Planned, apply_sites
 from corp.measure.cost import count_macs, count_params
 from corp.plan import Plan, SitePlan
@@ -28,8 +27,9 @@ from corp.planning.heads import HeadSums, plan_attention
 from corp.planning.linear import plan_mlp, plan_values
 from corp.recipe import Recipe
 from corp.report.tables import Report
+from corp.sequential import Fit, record_batches, require_sequential
 from corp.sharing import Shared, Sharing
-from corp.sites import AttentionSite, MLPSite, Site, Sites, heads_of, module_of
+from corp.sites import AttentionSite, MLPSite, Site, Sites, at_site, heads_of, module_of
 from corp.stages import stage
 from corp.stats import Statistics
 from corp.surgery.linear import projection_at
@@ -97,8 +97,8 @@ def plan(
 
     `shared` are widths that were chosen already, by a search that had data.
     """
-    if not isinstance(recipe, Recipe):
-        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+    _require_recipe(recipe)
+    _refuse_sequential(recipe)
     sites = find_sites(model)
     _require_same_weights(model, {"statistics": stats.weights})
     require_prunable(sites, recipe)
@@ -117,12 +117,11 @@ def plan(
 
 def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
+    _refuse_sequential(plan.recipe)
     _require_same_weights(model, {"statistics": stats.weights, "plan": plan.weights})
     smaller = compensated_copy(model, stats, plan)
     require_agreement(verify(model, smaller, stats, plan))
-    set_history(smaller, (*history(model), plan))
-    report = Report(plan, **_before_after(model, smaller, stats.inputs))
-    return Result(smaller, plan, report, stats.origin)
+    return _result(model, smaller, stats, plan)
 
 
 def compensated_copy(model: nn.Module, stats: Statistics, plan: Plan) -> nn.Module:
@@ -142,12 +141,49 @@ def prune(
     forward: Forward | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """calibrate, plan and apply in a row, and nothing else."""
-    if not isinstance(recipe, Recipe):
-        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
-    require_prunable(find_sites(model), recipe)  # a request that cannot be met fails before the data pass, not after it
+    """calibrate, plan and apply in a row, and nothing else; a sequential recipe reads some of the data once more."""
+    _require_recipe(recipe)
+    sites = find_sites(model)
+    require_prunable(sites, recipe)  # a request that cannot be met fails before the data pass, not after it
+    if recipe.sequential:
+        require_sequential(model, sites, recipe, batches, forward)
     stats = calibrate(model, batches, forward=forward, progress=progress)
+    if recipe.sequential:
+        return fit_sequentially(model, batches, stats, recipe, forward=forward)
     return apply(model, stats, plan(model, stats, recipe))
+
+
+def fit_sequentially(
+    model: nn.Module,
+    batches: Iterable[Any],
+    stats: Statistics,
+    recipe: Recipe,
+    *,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+    shared: Shared | None = None,
+) -> Result:
+    """plan and apply in one, block after block, on some of the data; `progress` counts blocks.
+
+    Widths, queries and keys come from the statistics. MLPs and values are chosen and fitted on what the pruned model
+    feeds them, and costs in the plan are those of that fit.
+    """
+    _require_recipe(recipe)
+    sites = find_sites(model)
+    _require_same_weights(model, {"statistics": stats.weights})
+    require_prunable(sites, recipe)
+    blocks = require_sequential(model, sites, recipe, batches, forward)
+    shared = shared or Sharing(model, sites, stats).share(recipe)
+    widths = shared.widths
+    queries = {}
+    for site in sites.attention:
+        if widths[site.name] < site.width:
+            with at_site(site):
+                queries[site.name] = _plan_site(model, site, widths[site.name], stats, recipe)
+    passages = record_batches(model, sites, batches, blocks, recipe, stats.samples, forward)
+    smaller = copy.deepcopy(model)
+    planned = Fit(model, smaller, sites, widths, queries, stats, recipe).run(blocks, passages, progress)
+    return _result(model, smaller, stats, Plan(recipe, tuple(planned), stats.weights, stats.samples, shared.why))
 
 
 def shrink(model: nn.Module, plan: Plan) -> None:
@@ -212,6 +248,22 @@ def require_prunable(sites: Sites, recipe: Recipe) -> None:
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
         raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")
+
+
+def _require_recipe(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+
+
+def _refuse_sequential(recipe: Recipe) -> None:
+    if recipe.sequential:
+        raise PlanError("sequential fitting needs the data, not its statistics alone: use corp.prune (corp prune)")
+
+
+def _result(model: nn.Module, smaller: nn.Module, stats: Statistics, plan: Plan) -> Result:
+    set_history(smaller, (*history(model), plan))
+    report = Report(plan, **_before_after(model, smaller, stats.inputs))
+    return Result(smaller, plan, report, stats.origin)
 
 
 def _plan_site(model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe) -> SitePlan:
@@ -286,16 +338,6 @@ def _require_same_weights(model: nn.Module, claims: dict[str, str]) -> None:
             raise StatisticsError(
                 f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
             )
-
-
-@contextmanager
-def at_site(site: Site) -> Iterator[None]:
-    """The core states the fact, this border adds where: once, for every error that comes through."""
-    try:
-        yield
-    except CorpError as error:
-        error.args = (f"{site.name} ({site.kind}, width {site.width}): {error}",)
-        raise
 
 
 def _some(names: list[str]) -> str:

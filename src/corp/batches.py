@@ -44,6 +44,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@contextmanager
+def without_cache(*loaded: nn.Module) -> Iterator[None]:
+    """Inside, language models do not keep their keys and values: gigabytes that only generation has a use for."""
+    every: list[Any] = [getattr(model, "config", None) for model in loaded]
+    configs = [config for config in every if getattr(config, "use_cache", False)]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the model's first parameter."""
     first = next(model.parameters(), torch.empty(0))

@@ -79,6 +79,10 @@ class Recipe:
                  (rotated dimensions stay whole pairs)
     vo_basis     "subspace": every head's values are turned so that the leading directions carry most of its output;
                  "coordinates": dimensions are kept as they are, by rank
+    sequential   fit block after block on what the pruned ones before feed it, so that later layers make up for earlier
+                 ones; it needs the data, so only `prune` does it
+    sequential_samples
+                 of how many samples the hidden states are held for that; None: 512, fewer if they are long
     round_to     round kept widths up to multiples: an int, {"mlp": 64, "head": 8}, or "fast", which is that
     skip         globs over site names that are left alone
     overrides    {glob: {"mlp": s, "attn": s, "vo": s}}: other sparsities for some sites; the last match wins. Under
@@ -101,6 +105,8 @@ class Recipe:
     attn_basis: str = ""
     allocate: str = ""
     vo_basis: str = SUBSPACE
+    sequential: bool = False
+    sequential_samples: int | None = None
     round_to: int | str | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
     overrides: Mapping[str, Mapping[str, Wanted]] = field(default_factory=dict)
@@ -125,6 +131,7 @@ class Recipe:
         _one_of("allocate", self.allocate, ALLOCATIONS)
         if self.ridge != "auto":
             put(self, "ridge", _non_negative("ridge", self.ridge))
+        self._check_sequential()
         put(self, "round_to", _rounding(self.round_to))
         put(self, "skip", _globs(self.skip))
         put(self, "overrides", _overrides(self.overrides, ranges=self.has_target))
@@ -137,6 +144,21 @@ class Recipe:
             )
         if self.equal_heads:
             put(self, "vo", self.attn)
+
+    def _check_sequential(self) -> None:
+        if not isinstance(self.sequential, bool):
+            raise RecipeError(f"sequential={self.sequential!r} is not True or False")
+        if self.sequential and self.compensate != "full":
+            raise RecipeError(
+                f"sequential fits what compensation adds: it cannot go with compensate={self.compensate!r}"
+            )
+        samples = self.sequential_samples
+        if samples is None:
+            return
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
+        if not self.sequential:
+            raise RecipeError("sequential_samples is of use with sequential=True only")
 
     @property
     def ridge_given(self) -> float:

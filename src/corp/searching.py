@@ -25,6 +25,7 @@ from corp.holdout import HoldOut
 from corp.plan import Plan
 from corp.planning.sketch import sketch
 from corp.recipe import UNIFORM, WORTH, Recipe
+from corp.sequential import require_sequential
 from corp.sharing import Shared, Sharing
 from corp.stats import Statistics
 
@@ -54,9 +55,15 @@ def prune(
     """
     if not isinstance(recipe, Recipe) or not searches(recipe):
         return api.prune(model, batches, recipe, forward=forward, progress=progress)
-    api.require_prunable(find_sites(model), recipe)
+    sites = find_sites(model)
+    api.require_prunable(sites, recipe)
+    if recipe.sequential:
+        require_sequential(model, sites, recipe, batches, forward)
     split = hold_out(batches, recipe)
     stats = api.calibrate(model, split, forward=forward, progress=progress)
+    if recipe.sequential:
+        shared = search_widths(model, stats, recipe, split.kept, forward=forward, announce=announce)
+        return api.fit_sequentially(model, split, stats, recipe, forward=forward, shared=shared)
     found = search(model, stats, recipe, split.kept, forward=forward, announce=announce)
     return api.apply(model, stats, found)
 
@@ -80,17 +87,36 @@ def search(
     announce: Announce | None = None,
 ) -> Plan:
     """The plan of a recipe that leaves something to be measured, on the batches that were held out."""
+    if recipe.min_agreement is None:
+        shared = search_widths(model, stats, recipe, held, forward=forward, announce=announce)
+        return api.plan(model, stats, recipe, shared=shared)
+    sharing = Sharing(model, find_sites(model), stats)
+    if not held:
+        raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
+    reference = Reference(model, held, forward)
+    return _Agreement(sharing, recipe, reference, sum(map(size_of, held)), announce).run(recipe.min_agreement)
+
+
+def search_widths(
+    model: nn.Module,
+    stats: Statistics,
+    recipe: Recipe,
+    held: Sequence[Any],
+    *,
+    forward: Forward | None = None,
+    announce: Announce | None = None,
+) -> Shared:
+    """The widths alone, for a fit that makes its own plan; models are tried as fitted at once, which costs less."""
+    recipe = replace(recipe, sequential=False)
     sharing = Sharing(model, find_sites(model), stats)
     if recipe.min_agreement is not None:
-        if not held:
-            raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
-        search = _Agreement(sharing, recipe, Reference(model, held, forward), sum(map(size_of, held)), announce)
-        return search.run(recipe.min_agreement)
-    if not held:  # a single batch: the rule decides, as in corp.plan
-        return api.plan(model, stats, recipe)
+        found = search(model, stats, recipe, held, forward=forward, announce=announce)
+        kept = {site.name: site.keep for site in found.sites}
+        return Shared({site.name: kept.get(site.name, site.width) for site in sharing.sites}, dict(found.why))
+    if not held or not searches(recipe):  # a single batch: the rules decide, as in corp.plan
+        return sharing.share(recipe)
     few = first_samples(held, SHARE_SAMPLES)
-    shared = _Split(sharing, recipe, Reference(model, few, forward), sum(map(size_of, few)), announce).run()
-    return api.plan(model, stats, recipe, shared=shared)
+    return _Split(sharing, recipe, Reference(model, few, forward), sum(map(size_of, few)), announce).run()
 
 
 def first_samples(batches: Sequence[Any], samples: int) -> list[Any]:

@@ -29,7 +29,7 @@ from corp.plan import Plan, SitePlan
 from corp.planning.heads import HeadSums, fit_group
 from corp.planning.linear import Layer, choose_values, in_basis
 from corp.recipe import SUBSPACE, Recipe
-from corp.sites import AttentionSite, LinearSite, MLPSite, Site
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site
 from corp.stats import Grams, Statistics
 from corp.surgery.linear import projection_at
 from corp.text import text_table
@@ -135,7 +135,7 @@ def measure_shift(
     found = []
     for group in api.match(find_sites(model), plan):
         for site, site_plan in group:
-            with api.at_site(site):
+            with at_site(site):
                 found.append(_site_shift(model, site, site_plan, stats, deployment, plan.recipe))
             if progress:
                 progress(1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from torch import nn
 
-from corp.errors import ModelError
+from corp.errors import CorpError, ModelError
 
 
 @dataclass(frozen=True)
@@ -267,3 +268,13 @@ class Sites:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+@contextmanager
+def at_site(site: Site) -> Iterator[None]:
+    """The core states the fact, this border adds where: once, for every error that comes through."""
+    try:
+        yield
+    except CorpError as error:
+        error.args = (f"{site.name} ({site.kind}, width {site.width}): {error}",)
+        raise

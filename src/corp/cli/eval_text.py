@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from corp.batches import placement
+from corp.batches import placement, without_cache
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
 from corp.cli.eval_images import percent, plus_minus
@@ -145,7 +145,7 @@ def perplexities(loaded: dict[str, nn.Module], batches: TextBatches) -> list[Nex
     models = list(loaded.values())
     with progress(f"evaluating on {placement(models[0])[0]}", batches.samples, "sequences") as advance:
         contenders = [Contender(model, metric) for model, metric in zip(models, metrics, strict=True)]
-        with m.without_cache(*models):
+        with without_cache(*models):
             side_by_side(models[0] if len(models) > 1 else None, contenders, batches.scored(), advance)
     return metrics
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +78,6 @@ def classes_of(model: nn.Module) -> int | None:
         return hf_models.classes(model)
     count = getattr(model, "num_classes", None)
     return count if isinstance(count, int) else None
-
-
-@contextmanager
-def without_cache(*loaded: nn.Module) -> Iterator[None]:
-    """Inside, language models do not keep their keys and values: gigabytes that only generation has a use for."""
-    every: list[Any] = [getattr(model, "config", None) for model in loaded]
-    configs = [config for config in every if getattr(config, "use_cache", False)]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True
 
 
 def _of_transformers(model: nn.Module) -> bool:

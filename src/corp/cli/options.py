@@ -11,13 +11,12 @@ from torch import nn
 
 from corp.adapters.registry import find_sites
 from corp.api import calibrate, require_prunable
-from corp.batches import placement
+from corp.batches import placement, without_cache
 from corp.calibration import Settings
 from corp.cli.console import note, progress
 from corp.cli.models import chosen_device as chosen_device
 from corp.cli.models import load_model as load_model
 from corp.cli.models import place as place
-from corp.cli.models import without_cache
 from corp.cli.recipes import parse_number
 from corp.cli.sources import Source as Source
 from corp.cli.sources import TextOptions as TextOptions
@@ -26,6 +25,7 @@ from corp.cli.sources import image_batches as image_batches
 from corp.errors import DataError
 from corp.recipe import Recipe
 from corp.searching import hold_out
+from corp.sequential import require_sequential
 from corp.stats import Statistics
 from corp.stats.memory import parse_bytes
 from corp.version import __version__
@@ -140,6 +140,8 @@ def calibrated(
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
     batches: Any = calibration_batches(model, source)
+    if recipe is not None and recipe.sequential:
+        require_sequential(model, find_sites(model), recipe, batches)
     if held is not None and recipe is not None:
         batches = hold_out(batches, recipe)
     origin = {

@@ -14,17 +14,20 @@ from torch import nn
 
 from corp import api, searching, storage
 from corp.atomic import refuse_existing
+from corp.batches import without_cache
 from corp.cli import deployment as d
 from corp.cli import eval_images, eval_text
 from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions, without_cache
+from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions
+from corp.cli.sources import calibration_batches
 from corp.errors import DataError
 from corp.plan import COLUMNS
-from corp.recipe import SUBSPACE
+from corp.recipe import SUBSPACE, Recipe
 from corp.report.tables import TOTALS, Report
 from corp.report.why import explained
+from corp.stats import Statistics
 
 
 @command
@@ -58,6 +61,8 @@ def prune(
     attn_basis: r.AttnBasis = "",
     allocate: r.Allocate = "",
     vo_basis: r.VoBasis = SUBSPACE,
+    sequential: r.Sequential = False,
+    sequential_samples: r.SequentialSamples = None,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
     override: r.Override = None,
@@ -95,6 +100,8 @@ def prune(
         attn_basis=attn_basis,
         allocate=allocate,
         vo_basis=vo_basis,
+        sequential=sequential,
+        sequential_samples=sequential_samples,
         round_to=round_to,
         skip=skip,
         override=override,
@@ -104,6 +111,8 @@ def prune(
     refuse_existing(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} is not there")
+    if sequential and stats is not None:
+        raise DataError("--sequential reads the data itself: give --calib instead of --stats")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     d.check(deploy_data, mix_deploy)
@@ -112,14 +121,8 @@ def prune(
     dense, statistics = o.statistics(source, stats, recipe, settings, held)
     seen = d.statistics(source, deploy_data, dense, settings)
     statistics = statistics + seen if seen is not None and mix_deploy else statistics
-    if held is None:
-        with progress("planning", None, "sites") as advance:
-            plan = api.plan(dense, statistics, recipe, progress=advance)
-    else:
-        with without_cache(dense):
-            plan = searching.search(dense, statistics, recipe, held, announce=note)
-    shift = d.measured(dense, statistics, seen, plan)
-    result = api.apply(dense, statistics, plan)
+    result = make(dense, statistics, recipe, held, source)
+    shift = d.measured(dense, statistics, seen, result.plan)
     result = replace(result, model=as_stored(result.model))
     places = companion_places(model, dense, tokenizer)
     line = shlex.join(["corp", *sys.argv[1:]])
@@ -146,6 +149,32 @@ def prune(
         return
     if show:
         show()
+
+
+def make(
+    dense: nn.Module, statistics: Statistics, recipe: Recipe, held: list[Any] | None, source: o.Source
+) -> api.Result:
+    """The pruned model: searched for where batches were held out for that, fitted block by block where it is asked."""
+    if recipe.sequential:
+        with without_cache(dense):
+            shared = searching.search_widths(dense, statistics, recipe, held or [], announce=note)
+        batches: Any = calibration_batches(dense, source)
+        with progress("fitting", None, "blocks") as advance:
+            return api.fit_sequentially(
+                dense,
+                batches if held is None else searching.hold_out(batches, recipe),
+                statistics,
+                recipe,
+                progress=advance,
+                shared=shared,
+            )
+    if held is not None:
+        with without_cache(dense):
+            plan = searching.search(dense, statistics, recipe, held, announce=note)
+    else:
+        with progress("planning", None, "sites") as advance:
+            plan = api.plan(dense, statistics, recipe, progress=advance)
+    return api.apply(dense, statistics, plan)
 
 
 def before_and_after(

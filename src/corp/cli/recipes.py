@@ -64,6 +64,19 @@ Allocate = Annotated[
         show_default="the preset's",
     ),
 ]
+Sequential = Annotated[
+    bool,
+    typer.Option(
+        "--sequential",
+        help="Fit block after block, so that later layers make up for earlier ones; reads --calib again.",
+    ),
+]
+SequentialSamples = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples whose hidden states --sequential holds.", min=1, show_default="512, fewer if they are long"
+    ),
+]
 RoundTo = Annotated[
     str, typer.Option(help="Round kept widths up: a number, e.g. mlp=64,head=8, or fast, which is that.")
 ]
@@ -99,6 +112,8 @@ def make_recipe(
     override: list[str] | None,
     min_agreement: float | None = None,
     target_latency: float | None = None,
+    sequential: bool = False,
+    sequential_samples: int | None = None,
 ) -> Recipe:
     if sparsity is not None and (mlp is not None or attn is not None):
         raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
@@ -125,6 +140,8 @@ def make_recipe(
         attn_basis=attn_basis,
         allocate=allocate,
         vo_basis=vo_basis,
+        sequential=sequential,
+        sequential_samples=sequential_samples,
         round_to=_rounding(round_to),
         skip=tuple(skip or ()),
         overrides=dict(_override(text) for text in override or ()),

@@ -14,12 +14,13 @@ from torch import nn
 
 from corp import sweeping
 from corp.api import fingerprint
+from corp.batches import without_cache
 from corp.calibration import Settings
 from corp.cli import eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.eval_images import find_labels
-from corp.cli.models import CAUSAL, IMAGE, kind_of, tokenizer_of, without_cache
+from corp.cli.models import CAUSAL, IMAGE, kind_of, tokenizer_of
 from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate.classify import Score

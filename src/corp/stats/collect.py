@@ -81,14 +81,8 @@ class Collector:
     def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
         """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
         handles = self.masks.watch(model, self.sites)
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
+        with without_fast_path(), removing(handles):
             yield handles
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            for handle in handles:
-                handle.remove()
 
     def _watch_input(self, model: nn.Module, site: LinearSite) -> RemovableHandle:
         """The input of the linear that consumes an MLP's channels, or an attention's values, into their moments."""
@@ -146,16 +140,10 @@ class Collector:
     def _before_multihead(
         self, model: nn.Module, site: ValueSite, see: Callable[[Tensor, Tensor | None], None]
     ) -> RemovableHandle:
-        """nn.MultiheadAttention does not call its output projection: it is run once more with the identity for it."""
         module: Any = model.get_submodule(site.attention)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            projection = module.out_proj
-            module.out_proj = _identity(site.inputs, like=projection.weight)
-            try:
-                z = module.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
-            finally:
-                module.out_proj = projection
+            z = averages(module, site.inputs, args, kwargs)
             z = _as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
             see(z, _padding(site.name, bound(module, args, kwargs), z)[0])
 
@@ -231,6 +219,39 @@ class Collector:
             grams = self._current(site.plain_name, Grams)
             grams.update(q, k, window=site.window, **masks)
             _require_finite(grams, site.name)
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Inside, torch.nn's layers call their parts one by one, as hooks need it."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def removing(handles: list[RemovableHandle]) -> Iterator[None]:
+    """At the end the hooks are gone."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def averages(module: Any, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection: it is run once
+    more with the identity for it."""
+    projection = module.out_proj
+    module.out_proj = _identity(width, like=projection.weight)
+    try:
+        z: Tensor = module.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
+    finally:
+        module.out_proj = projection
+    return z
 
 
 def block_of(layer: str) -> str | None:

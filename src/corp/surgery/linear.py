@@ -105,6 +105,18 @@ def unfuse(whole: Projection, rows: Sequence[int]) -> list[Projection]:
     return [Projection(*part) for part in zip(whole.weight.split(list(rows)), biases, strict=True)]
 
 
+def refill(model: nn.Module, name: str, folded: Folded, *, bias: bool) -> None:
+    """Give the linear layer called `name` other parameters of the same shape; `bias` may be new to it."""
+    module: Any = model.get_submodule(name)
+    if bias and module.bias is None:
+        model.set_submodule(name, make_linear(module, folded.W, folded.b))
+        return
+    with torch.no_grad():
+        module.weight.copy_(folded.W.mT if is_transposed(module) else folded.W)
+        if bias:
+            module.bias.copy_(folded.b)
+
+
 def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | None, *, bias: bool) -> None:
     """Keep the hidden channels `kept` (S,): rows of what makes them, columns of what consumes them.
 
