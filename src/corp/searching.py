@@ -107,7 +107,7 @@ def search_widths(
     announce: Announce | None = None,
 ) -> Shared:
     """The widths alone, for a fit that makes its own plan; models are tried as fitted at once, which costs less."""
-    recipe = replace(recipe, sequential=False)
+    recipe = replace(recipe, sequential=False, sequential_samples=None)
     sharing = Sharing(model, find_sites(model), stats)
     if recipe.min_agreement is not None:
         found = search(model, stats, recipe, held, forward=forward, announce=announce)
