@@ -51,10 +51,11 @@ PROTOCOL_STORIES = (
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A model with its data: what calibrates it, and how a pruned copy is measured against it (name -> number)."""
+    """A model with its data: what calibrates it, what judges it, and how a pruned copy is measured (name -> number)."""
 
     model: nn.Module
     calibration: text.TextBatches
+    judged: text.TextBatches
     measure: Callable[[nn.Module], dict[str, float]]
 
 
@@ -97,7 +98,8 @@ def load_minilm(assets: Path) -> Benchmark:
         cosine = torch.cosine_similarity(found[judged], dense[judged], dim=1).mean()
         return {"cosine": float(cosine), "Spearman": sts_spearman(found[paired], pairs.scores).value}
 
-    return Benchmark(model, text.of_texts(train, tokenizer, length=256, batch_size=50), measure)
+    calibration, some = (text.of_texts(lines, tokenizer, length=256, batch_size=50) for lines in (train, test))
+    return Benchmark(model, calibration, some, measure)
 
 
 def load_opt(_: Path) -> Benchmark:
@@ -116,7 +118,7 @@ def load_opt(_: Path) -> Benchmark:
         side_by_side(None, [Contender(pruned, metric)], judged.scored())
         return {"perplexity": metric.perplexity}
 
-    return Benchmark(model, calibration, measure)
+    return Benchmark(model, calibration, judged, measure)
 
 
 def load_stories(assets: Path) -> Benchmark:
@@ -138,7 +140,7 @@ def load_stories(assets: Path) -> Benchmark:
         side_by_side(None, [Contender(pruned, metric)], judged.scored())
         return {"perplexity": metric.perplexity}
 
-    return Benchmark(model, calibration, measure)
+    return Benchmark(model, calibration, judged, measure)
 
 
 def story_recipes() -> Iterator[tuple[str, Recipe]]:

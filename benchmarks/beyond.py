@@ -1,0 +1,195 @@
+"""Past the paper, one idea at a time, at the cost of the paper's recipe: what each adds, on every real model at hand.
+
+For each model and each sparsity s the budget is what the paper's recipe costs that removes s of MLP channels and of
+Q/K dimensions; every step of the ladder keeps to it. Divergence is from the dense model's output (KL of classes or next
+tokens, relative squared error of embeddings) per sample, and steps are compared sample by sample: the interval is that
+of the paired difference to the step before. Finished rows stay in results/beyond.json and are not made again.
+
+    CORP_ASSETS=... python -m benchmarks.beyond [--models demo deit minilm stories] [--sparsities 0.5] [--samples 500]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import corp
+from benchmarks import deit_tiny, language
+from corp.atomic import write_text
+from corp.data.images import ImageBatches, list_images
+from corp.demo import digits
+from corp.errors import CorpError, CorpWarning
+from corp.evaluate.closeness import Reference
+from corp.recipe import Recipe
+from corp.text import markdown_table
+
+RESULTS = Path(__file__).parent / "results"
+SPARSITIES = (0.3, 0.5, 0.7)
+PAPER: dict[str, Any] = {"preset": "paper"}
+EXACT = {**PAPER, "rank": "exact"}
+SUBSPACE = {**EXACT, "attn_basis": "subspace"}
+RIDGE = {**SUBSPACE, "ridge": "auto"}
+LADDER: dict[str, dict[str, Any]] = {
+    "paper": PAPER,
+    "+ exact removal cost": EXACT,
+    "+ best subspace of Q/K": SUBSPACE,
+    "+ ridge chosen by held-out data": RIDGE,
+    "+ shared out, values too (best)": {"preset": "best"},
+    "+ sequential": {"preset": "best", "sequential": True},
+}
+
+
+TOGETHER = 10  # samples per batch that is judged: the pairs that intervals are of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, what calibrates it, what it is judged on, and its headline number."""
+
+    model: nn.Module
+    calibration: Any
+    judged: Sequence[Any]
+    headline: Callable[[nn.Module], dict[str, float]]
+
+
+def demo(_assets: Path, samples: int) -> Subject:
+    split = digits.load_split()
+    images, labels = split.test_images[:samples], split.test_labels[:samples]
+    calibration = list(split.calibration_images.split(50))
+    return Subject(digits.load_model(), calibration, images.split(TOGETHER), _top1(images, labels))
+
+
+def deit(assets: Path, samples: int) -> Subject:
+    setup = deit_tiny.Setup(assets, calibrate=False)
+    every = max(1, round(len(setup.labels) / samples))  # one image per class, in order: take them from all over
+    images, labels = torch.cat(setup.images)[::every], setup.labels[::every]
+    calibration = ImageBatches(list_images([assets / "vision" / "calibration"]), setup.transform)
+    return Subject(setup.model, calibration, images.split(TOGETHER), _top1(images, labels))
+
+
+def _top1(images: Tensor, labels: Tensor) -> Callable[[nn.Module], dict[str, float]]:
+    batches = list(images.split(50))
+    return lambda model: {"top-1 %": deit_tiny.accuracy(model, batches, labels)}
+
+
+def of_texts(name: str) -> Callable[[Path, int], Subject]:
+    def subject(assets: Path, samples: int) -> Subject:
+        loaded = language.MODELS[name].load(assets)
+        judged = [_rows(batch, slice(i, i + TOGETHER)) for batch in loaded.judged for i in range(0, 50, TOGETHER)]
+        some = [batch for batch in judged if len(batch["input_ids"])][: samples // TOGETHER]
+        return Subject(loaded.model, loaded.calibration, some, loaded.measure)
+
+    return subject
+
+
+def _rows(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {key: value[rows] for key, value in batch.items()}
+
+
+MODELS: dict[str, Callable[[Path, int], Subject]] = {
+    "demo": demo,
+    "deit": deit,
+    "minilm": of_texts("minilm"),
+    "stories": of_texts("stories"),
+}
+
+
+def cost_of_paper(subject: Subject, sparsity: float) -> float:
+    """The share of the dense operations that the paper's recipe leaves."""
+    stats = corp.calibrate(subject.model, list(islice(subject.calibration, 1)))
+    recipe = Recipe(mlp=sparsity, attn=sparsity, compensate="none")
+    dense, pruned = corp.apply(subject.model, stats, corp.plan(subject.model, stats, recipe)).report.macs
+    return float(pruned / dense)
+
+
+def row(subject: Subject, references: Sequence[Reference], options: dict[str, Any], target: float) -> dict[str, Any]:
+    """One step of the ladder: what it costs, how far its output is from the dense one, batch by batch, and how long."""
+    start = time.perf_counter()
+    try:
+        result = corp.prune(subject.model, subject.calibration, Recipe(target_macs=target, **options))
+    except CorpError as error:  # sequential fitting needs a plain residual stream
+        return {"refused": str(error)}
+    seconds = time.perf_counter() - start
+    dense, pruned = result.report.macs
+    return {
+        "macs": pruned / dense,
+        "seconds": seconds,
+        "divergence": [one.compare(result.model).divergence().value for one in references],
+        **subject.headline(result.model),
+    }
+
+
+def difference(row: dict[str, Any], before: dict[str, Any]) -> str:
+    """Of the mean divergences, with the 95 % interval of the paired difference."""
+    pairs = torch.tensor(row["divergence"]) - torch.tensor(before["divergence"])
+    half = 1.96 * float(pairs.std()) / math.sqrt(len(pairs))
+    return f"{float(pairs.mean()):+.3f} ± {half:.3f}"
+
+
+def page(found: dict[str, Any]) -> str:
+    """All rows as tables, one per model."""
+    parts = []
+    for name, rows in found.items():
+        keys = [key for key in rows["dense"] if key not in ("divergence", "macs", "seconds")]
+        table = [["dense", "1.000", "0", "", *(f"{rows['dense'][key]:.3g}" for key in keys), ""]]
+        for sparsity, steps in rows.items():
+            before = None
+            for step, one in steps.items() if sparsity != "dense" else ():
+                title = f"{float(sparsity):.0%} {step}"
+                if "refused" in one:
+                    table.append([title, "", f"refused: {one['refused']}", "", *[""] * len(keys), ""])
+                    continue
+                mean = sum(one["divergence"]) / len(one["divergence"])
+                change = difference(one, before) if before else ""
+                numbers = [f"{one[key]:.3g}" for key in keys]
+                table.append([title, f"{one['macs']:.3f}", f"{mean:.3f}", change, *numbers, f"{one['seconds']:.0f}"])
+                before = one
+        columns = ("at the MACs of", "MACs", "divergence", "change (95 %)", *keys, "seconds")
+        parts.append(f"## {name}\n\n{markdown_table(columns, table)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--sparsities", nargs="+", type=float, default=SPARSITIES)
+    parser.add_argument("--samples", type=int, default=500, help="that models are judged on")
+    args = parser.parse_args()
+    assets = os.environ.get("CORP_ASSETS", "")
+    if not assets:
+        sys.exit("CORP_ASSETS is not set: this benchmark needs real weights and data")
+    warnings.simplefilter("ignore", CorpWarning)
+    path = RESULTS / "beyond.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    for name in args.models:
+        subject = MODELS[name](Path(assets), args.samples)
+        references = [Reference(subject.model, [batch]) for batch in subject.judged]
+        rows = found.setdefault(name, {})
+        rows.setdefault("dense", subject.headline(subject.model))
+        for sparsity in args.sparsities:
+            target = cost_of_paper(subject, sparsity)
+            for step, options in LADDER.items():
+                steps = rows.setdefault(str(sparsity), {})
+                if step not in steps:
+                    steps[step] = row(subject, references, options, target)
+                    write_text(path, json.dumps(found, indent=1) + "\n")
+                    write_text(RESULTS / "beyond.md", page(found))
+                    shown = {key: value for key, value in steps[step].items() if key != "divergence"}
+                    print(name, sparsity, step, shown, flush=True)
+
+
+if __name__ == "__main__":
+    main()
