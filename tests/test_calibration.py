@@ -19,8 +19,8 @@ import corp
 from corp import CorpError, Recipe, Statistics
 from corp.calibration import Settings
 from corp.stats import Moments
-from corp.stats.collect import choose_tokens
 from corp.stats.memory import human, parse_bytes, passes, site_bytes, working_bytes
+from corp.stats.tokens import choose_tokens
 from tests.command import run
 from tests.models import build, images
 

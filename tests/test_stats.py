@@ -5,9 +5,9 @@ import torch
 
 from corp.errors import StatisticsError
 from corp.stats import Grams, Moments
-from corp.stats.collect import choose_tokens, real_tokens
 from corp.stats.grams import CAUSAL_BLOCKS
 from corp.stats.moments import ACTIVE_EPS
+from corp.stats.tokens import choose_tokens, real_tokens
 
 
 def moments_of(*parts: torch.Tensor) -> Moments:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,12 +17,13 @@ from corp import workers
 from corp.adapters.registry import find_sites
 from corp.batches import Forward, evaluating, example, move, placement
 from corp.calibration import Job, Progress, Settings
-from corp.errors import CorpWarning, ModelError, PlanError, StatisticsError
+from corp.errors import ModelError, PlanError, StatisticsError
 from corp.folding import Planned, apply_sites
 from corp.measure.cost import count_macs, count_params
 from corp.plan import Plan, SitePlan
 from corp.planning.heads import HeadSums, plan_attention
 from corp.planning.linear import plan_mlp, plan_values
+from corp.planning.weak import warn_if_weak
 from corp.recipe import Recipe
 from corp.report.tables import Report
 from corp.sequential import Fit, record_batches, require_sequential
@@ -34,8 +33,6 @@ from corp.stages import stage
 from corp.stats import Statistics
 from corp.surgery.linear import projection_at
 from corp.verifying import require_agreement, verify
-
-OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ def plan(
                 planned.append(_plan_site(model, site, keep, stats, recipe))
             if progress:
                 progress(1)
-    _warn_if_weak(planned, stats)
+    warn_if_weak(planned, stats)
     return Plan(recipe, tuple(planned), stats.weights, stats.samples, why)
 
 
@@ -286,49 +283,6 @@ def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str
         with evaluating(dense), evaluating(smaller):
             costs["macs"] = tuple(count_macs(model, batch) for model in pair)
     return costs
-
-
-def _warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
-    """A fit on too little follows the sample, not the distribution: say where, and how much more would do."""
-    few = [site for site in sites if 0 < _tokens(site, stats) < 2 * _fitted_on(site)]
-    if few:
-        site = few[0]
-        what = {"mlp": "channels", "attn": "dimensions per head", "vo": "value dimensions"}[site.kind]
-        _warn(
-            f"{_and_others(few)}: {_tokens(site, stats)} tokens for {_fitted_on(site)} kept {what}; "
-            f"a stable fit needs at least {2 * _fitted_on(site)}. Calibrate on more samples"
-        )
-    weak = sorted((site for site in sites if site.overfit > OVERFIT and site not in few), key=lambda s: -s.overfit)
-    if weak:
-        enough = math.ceil(stats.samples * weak[0].overfit / OVERFIT)
-        _warn(
-            f"{_and_others(weak)}: the error is {weak[0].overfit:.0%} larger on data that was not fitted; "
-            f"about {enough} samples (now {stats.samples}) would bring that to {OVERFIT:.0%}"
-        )
-
-
-def _fitted_on(site: SitePlan) -> int:
-    """How many inputs the fit has: heads are fitted one by one, but their values together."""
-    return site.keep * len(site.kept) if site.kind == "vo" else site.keep
-
-
-def _and_others(sites: list[SitePlan]) -> str:
-    return sites[0].name + (f" and {len(sites) - 1} other sites" if len(sites) > 1 else "")
-
-
-def _tokens(site: SitePlan, stats: Statistics) -> int:
-    """Tokens that a full fit of this site rests on; 0 where there was no fit."""
-    if all(cost.J_uncomp == cost.J for cost in site.costs):
-        return 0
-    if site.kind != "attn":
-        sums = stats.moments_of(site.name)
-        return sums.fit.n + sums.held.n
-    attention: Any = stats.sums[site.name]
-    return int(attention.fit.tokens + attention.held.tokens)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CorpWarning, stacklevel=4)
 
 
 def _require_same_weights(model: nn.Module, claims: dict[str, str]) -> None:

@@ -24,7 +24,8 @@ from corp.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import AttentionSite, LinearSite, MLPSite, Rows, Site, ValueSite, layers_of
 from corp.stats import Grams, Statistics
-from corp.stats.collect import Collector, real_tokens
+from corp.stats.collect import Collector
+from corp.stats.tokens import real_tokens
 from corp.surgery.linear import projection_at, rows_of
 from corp.verifying import Finding, errors_in, narrowed_rows
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from corp.batches import evaluating
 from corp.errors import PlanError
 from corp.sites import AttentionSite, LinearSite, Mask, Site, ValueSite
-from corp.stats.collect import averages, block_of, removing, without_fast_path
+from corp.stats.collect import block_of, removing, without_fast_path
 from corp.stats.masks import Masks
+from corp.stats.multihead import averages
 
 NOISE = 0.1  # of its own size is added to a hidden state to see whether blocks are driven as the model drives them
 ROUNDING = 8  # so many rounding errors of the stream may be left where a block is its input plus its sites' outputs

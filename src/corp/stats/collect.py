@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
 from corp.numerics.rotary import rotate
-from corp.sites import AttentionSite, LinearSite, Mask, Rows, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, Site, ValueSite
 from corp.stats.grams import Grams
-from corp.stats.masks import Masks, bound, real
+from corp.stats.masks import Masks, bound
 from corp.stats.moments import Moments, shift_of
+from corp.stats.multihead import averages, is_causal, padding, project
 from corp.stats.pairs import PairSums
 from corp.stats.site_sums import AnySums, SiteSums, Sums
-
-GOLDEN = 0.6180339887498949  # the fraction whose multiples spread most evenly
+from corp.stats.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
 
 
 @dataclass
@@ -110,8 +109,8 @@ class Collector:
             stream = output[0] if isinstance(output, tuple) and output else output
             if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
                 mask = self.masks.of(site.mask)
-                x = _as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
-                self._current(site.name, Moments).see_stream(real_tokens(x, _fitting(mask, x, site.mask)))
+                x = as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
+                self._current(site.name, Moments).see_stream(real_tokens(x, fitting(mask, x, site.mask)))
 
         return [model.get_submodule(name).register_forward_hook(after)]
 
@@ -132,8 +131,8 @@ class Collector:
 
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             mask = self.masks.of(site.mask)
-            x = _as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
-            see(x, _fitting(mask, x, site.mask))
+            x = as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
+            see(x, fitting(mask, x, site.mask))
 
         return model.get_submodule(site.down).register_forward_pre_hook(hook)
 
@@ -144,8 +143,8 @@ class Collector:
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             z = averages(module, site.inputs, args, kwargs)
-            z = _as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
-            see(z, _padding(site.name, bound(module, args, kwargs), z)[0])
+            z = as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
+            see(z, padding(site.name, bound(module, args, kwargs), z)[0])
 
         handle: RemovableHandle = module.register_forward_pre_hook(before, with_kwargs=True)
         return handle
@@ -162,7 +161,7 @@ class Collector:
                 if rows.module == module:
                     seen[side] = output[..., rows.index]
             if len(seen) == 2:
-                q, k = _as_batch(seen.pop("q")), _as_batch(seen.pop("k"))
+                q, k = as_batch(seen.pop("q")), as_batch(seen.pop("k"))
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
                 self.add(site, q, k, *masks, bool(site.causal), *angles)
 
@@ -188,8 +187,8 @@ class Collector:
             query, key = call["query"], call["key"]
             if query.dim() == 3 and not module.batch_first:
                 query, key = query.transpose(0, 1), key.transpose(0, 1)
-            q, k = (_project(module, rows, _as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
-            self.add(site, q, k, *_padding(site.name, call, k), _is_causal(call, q.shape[1], k.shape[1]))
+            q, k = (project(module, rows, as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
+            self.add(site, q, k, *padding(site.name, call, k), is_causal(call, q.shape[1], k.shape[1]))
 
         return [module.register_forward_pre_hook(before, with_kwargs=True)]
 
@@ -203,7 +202,7 @@ class Collector:
         causal: bool,
         angles: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        q_mask, k_mask = _fitting(q_mask, q, site.q_mask), _fitting(k_mask, k, site.k_mask)
+        q_mask, k_mask = fitting(q_mask, q, site.q_mask), fitting(k_mask, k, site.k_mask)
         masks: dict[str, Any] = {"q_mask": q_mask, "k_mask": k_mask, "causal": causal and self.causal}
         if site.rotary and angles:
             q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
@@ -242,53 +241,11 @@ def removing(handles: list[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
-def averages(module: Any, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection: it is run once
-    more with the identity for it."""
-    projection = module.out_proj
-    module.out_proj = _identity(width, like=projection.weight)
-    try:
-        z: Tensor = module.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
-    finally:
-        module.out_proj = projection
-    return z
-
-
 def block_of(layer: str) -> str | None:
     """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2"), as repeated blocks are."""
     parts = layer.split(".")
     depth = max((i for i, part in enumerate(parts[:-1]) if part.isdigit()), default=None)
     return None if depth is None else ".".join(parts[: depth + 1])
-
-
-def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, n, D) -> (N, D) without padding."""
-    return x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
-
-
-def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None = None) -> Tensor | None:
-    """(B, n, D) -> (m, D): `tokens` of every sample's real ones, spread evenly, shifted from sample to sample.
-
-    Which ones depends on the sample and its index alone, not on how samples are batched, padded or shared out to
-    workers. None means all; samples that are shorter than `tokens` give all they have.
-    """
-    if x.dim() != 3 or tokens == 0:
-        return None
-    B, n, D = x.shape
-    lengths = torch.full((B, 1), n) if mask is None else mask.sum(1, keepdim=True).cpu()  # (B, 1)
-    if tokens >= int(lengths.max()):
-        return None
-    offset = torch.arange(first_sample, first_sample + B, dtype=torch.float64)[:, None] * GOLDEN % 1  # (B, 1)
-    position = (torch.arange(tokens, dtype=torch.float64) + offset) * (lengths / tokens)  # (B, m), in [0, length)
-    chosen = torch.minimum(position.long(), lengths - 1)
-    short = lengths <= tokens
-    chosen = torch.where(short, torch.arange(tokens), chosen)
-    valid = ~short | (chosen < lengths)  # (B, m)
-    if mask is not None:  # from a rank among the real tokens to a position in the padded sequence
-        order = mask.cpu().to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        chosen = order.gather(1, chosen.clamp(max=n - 1))
-    flat = (torch.arange(B)[:, None] * n + chosen)[valid]
-    return x.reshape(B * n, D)[flat.to(x.device)]
 
 
 def _empty(site: Site) -> dict[str, AnySums]:
@@ -308,60 +265,6 @@ def _turned(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
     x = x.transpose(1, 2)
     x = x if x.dtype == torch.float64 else x.float()
     return torch.cat([rotate(x[..., :dims], cos[:, None].to(x), sin[:, None].to(x)), x[..., dims:]], -1)
-
-
-def _as_batch(x: Tensor) -> Tensor:
-    """(B, n, C); an unbatched (n, C) is one sample."""
-    return x[None] if x.dim() == 2 else x
-
-
-def _as_samples(x: Tensor, mask: Tensor | None, size: int, *, batch_first: bool) -> Tensor:
-    """Tokens by sample: some models flatten (B, n, D) to (B n, D) before the MLP, some put the sequence first."""
-    if x.dim() == 3:
-        return x if batch_first else x.transpose(0, 1)
-    if x.dim() != 2:
-        return x.reshape(len(x), -1, x.shape[-1])
-    samples = size if mask is None else len(mask)
-    return x.unflatten(0, (samples, -1)) if len(x) % samples == 0 else x[None]
-
-
-def _fitting(mask: Tensor | None, x: Tensor, where: Mask | None) -> Tensor | None:
-    if mask is None or mask.shape == x.shape[:2]:
-        return None if mask is None else mask.to(x.device)
-    argument = where.argument if where else "the mask"
-    raise StatisticsError(
-        f"{argument} has shape {tuple(mask.shape)}, but {tuple(x.shape[:2])} tokens pass by; "
-        "calibrate on whole sequences, without a key-value cache"
-    )
-
-
-def _project(module: nn.Module, rows: Rows, x: Tensor) -> Tensor:
-    if getattr(module, rows.weight).is_meta:
-        raise StatisticsError("nn.MultiheadAttention cannot be calibrated with offloaded weights; load the model whole")
-    bias = getattr(module, rows.bias)
-    part = slice(rows.start, rows.stop)
-    return F.linear(x, getattr(module, rows.weight)[part], None if bias is None else bias[part])
-
-
-def _identity(width: int, like: Tensor) -> nn.Linear:
-    linear = nn.Linear(width, width, bias=False, device="meta")
-    linear.weight = nn.Parameter(torch.eye(width, dtype=like.dtype, device=like.device), requires_grad=False)
-    return linear
-
-
-def _padding(name: str, call: dict[str, Any], keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Which queries and which keys (B, m, ...) of a call of nn.MultiheadAttention are real."""
-    k_mask = real(call.get("key_padding_mask"), keys.shape[:2], marks_padding=True, what=name)
-    return k_mask if call["query"] is call["key"] else None, k_mask
-
-
-def _is_causal(call: dict[str, Any], queries: int, keys: int) -> bool:
-    """Whether a call of nn.MultiheadAttention hides exactly the future."""
-    mask = call.get("attn_mask")
-    if queries != keys or queries == 1 or not isinstance(mask, Tensor) or mask.dim() != 2:
-        return False
-    hidden = mask if mask.dtype == torch.bool else mask == -torch.inf
-    return torch.equal(hidden, torch.ones_like(hidden).triu(1))
 
 
 def _require_finite(sums: Moments | Grams | PairSums, name: str) -> None:

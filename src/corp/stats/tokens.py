@@ -1,0 +1,66 @@
+"""Tokens of a batch by sample: which are real, and which of them are taken."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corp.errors import StatisticsError
+from corp.sites import Mask
+
+GOLDEN = 0.6180339887498949  # the fraction whose multiples spread most evenly
+
+
+def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, n, D) -> (N, D) without padding."""
+    return x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
+
+
+def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None = None) -> Tensor | None:
+    """(B, n, D) -> (m, D): `tokens` of every sample's real ones, spread evenly, shifted from sample to sample.
+
+    Which ones depends on the sample and its index alone, not on how samples are batched, padded or shared out to
+    workers. None means all; samples that are shorter than `tokens` give all they have.
+    """
+    if x.dim() != 3 or tokens == 0:
+        return None
+    B, n, D = x.shape
+    lengths = torch.full((B, 1), n) if mask is None else mask.sum(1, keepdim=True).cpu()  # (B, 1)
+    if tokens >= int(lengths.max()):
+        return None
+    offset = torch.arange(first_sample, first_sample + B, dtype=torch.float64)[:, None] * GOLDEN % 1  # (B, 1)
+    position = (torch.arange(tokens, dtype=torch.float64) + offset) * (lengths / tokens)  # (B, m), in [0, length)
+    chosen = torch.minimum(position.long(), lengths - 1)
+    short = lengths <= tokens
+    chosen = torch.where(short, torch.arange(tokens), chosen)
+    valid = ~short | (chosen < lengths)  # (B, m)
+    if mask is not None:  # from a rank among the real tokens to a position in the padded sequence
+        order = mask.cpu().to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        chosen = order.gather(1, chosen.clamp(max=n - 1))
+    flat = (torch.arange(B)[:, None] * n + chosen)[valid]
+    return x.reshape(B * n, D)[flat.to(x.device)]
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """(B, n, C); an unbatched (n, C) is one sample."""
+    return x[None] if x.dim() == 2 else x
+
+
+def as_samples(x: Tensor, mask: Tensor | None, size: int, *, batch_first: bool) -> Tensor:
+    """Tokens by sample: some models flatten (B, n, D) to (B n, D) before the MLP, some put the sequence first."""
+    if x.dim() == 3:
+        return x if batch_first else x.transpose(0, 1)
+    if x.dim() != 2:
+        return x.reshape(len(x), -1, x.shape[-1])
+    samples = size if mask is None else len(mask)
+    return x.unflatten(0, (samples, -1)) if len(x) % samples == 0 else x[None]
+
+
+def fitting(mask: Tensor | None, x: Tensor, where: Mask | None) -> Tensor | None:
+    if mask is None or mask.shape == x.shape[:2]:
+        return None if mask is None else mask.to(x.device)
+    argument = where.argument if where else "the mask"
+    raise StatisticsError(
+        f"{argument} has shape {tuple(mask.shape)}, but {tuple(x.shape[:2])} tokens pass by; "
+        "calibrate on whole sequences, without a key-value cache"
+    )
