@@ -9,8 +9,12 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 import corp
+from corp.latency import Clock
+from corp.measure.cost import count_params
+from corp.measure.timing import Ratio
 from tests.command import content, failure, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -77,6 +81,19 @@ def test_ranges_and_targets(weights: Path, photos: Path) -> None:
     assert "only a target" in failure(*common, "--mlp", 0.5, "--override", "blocks.0.*:mlp=0-0.05")
     text = " ".join(run(*common, "--target-macs", 0.8).output.split())
     assert "0.800 of the dense macs, shared by uniform" in text
+
+
+def test_a_target_of_time(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(_clock: Clock, dense: nn.Module, other: nn.Module) -> Ratio:
+        value = count_params(dense) / count_params(other)
+        return Ratio(value, value, value)
+
+    monkeypatch.setattr(Clock, "_timed", timed)
+    common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--target-latency", 0.8)
+    found = content(*common)["why"]["latency"]
+    assert 0.75 < found["measured"]["value"] <= 0.8
+    assert set(found["table"]) == {"mlp", "attn", "vo"}
+    assert "of the dense model's (0.7" in " ".join(run(*common).output.split())
 
 
 def test_deployment_data_is_held_against_the_plan(weights: Path, photos: Path, night: Path) -> None:
