@@ -39,6 +39,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps torchao==0.18.0  # int8 in torch, for comparison only
 	$(BIN)/python -m benchmarks.quantise
 	$(BIN)/python -m benchmarks.speed
+	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.beyond
 
 # make LOCKED=1: archives other than those whose hashes are in constraints-hashed.txt are refused.
 $(VENV)/.installed: pyproject.toml constraints.txt
