@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
 
 test: check
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
