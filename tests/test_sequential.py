@@ -18,6 +18,7 @@ from corp.api import fingerprint
 from corp.batches import without_cache
 from corp.errors import CorpWarning, DataError, PlanError, RecipeError
 from corp.numerics.affine import Folded
+from corp.sequential import correction
 from corp.streams import blocks_of, drive, examine, stream_of, stream_scales
 from corp.surgery.linear import projection_of, refill
 from tests import hf_folders, models, test_hf_rotary
@@ -109,6 +110,27 @@ def test_fitting_in_sequence_leaves_no_larger_error(family: str) -> None:
     assert (fingerprint(model), [m.training for m in model.modules()], hooks(model)) == (before, modes, attached)
     assert hooks(result.model) == attached
     assert all(not m.training for m in result.model.modules())
+
+
+@pytest.mark.parametrize("family", ["vit", "deit3-layerscale", "hf-dinov2", "hf-opt", "open-clip-tower"])
+def test_the_gap_is_what_the_stream_lags_by(
+    family: str, driven: dict[tuple[int, str], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the last layer of a block, before that is fitted: the difference of the block's outputs."""
+    gaps: list[float] = []
+
+    def spy(fit: Any, held: Any, *options: Any) -> Any:
+        gaps.append(fit.square + held.square)
+        return correction(fit, held, *options)
+
+    monkeypatch.setattr("corp.sequential.correction", spy)
+    model, data = setup(family)
+    pruned = models.prune(model, data, Recipe(**HALF, sequential=True)).model
+    for number, name in enumerate(block_outputs(model, data)):
+        dense = driven[id(model), name]
+        before = driven[id(pruned), name][-2 * len(data) : -len(data)]
+        lag = sum(float((a - b).square().sum()) for a, b in zip(dense, before, strict=True))
+        assert gaps[2 * number + 1] == pytest.approx(lag)  # an attention and an MLP in every block
 
 
 @pytest.mark.parametrize("family", ["vit", "deit3-layerscale", "hf-opt", "llama"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ def require_sequential(
     model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any], forward: Forward | None = None
 ) -> list[Block]:
     """The model's blocks, from one batch; what cannot be fitted sequentially is refused here, before long work."""
-    if iter(batches) is batches:
+    if isinstance(batches, Iterator):
         raise DataError("sequential fitting reads the data twice: give batches as a list or a loader, not an iterator")
     device, dtype = placement(model)
     first = next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
