@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from corp.demo import digits
 from corp.errors import CorpError, CorpWarning
 from corp.evaluate.closeness import Reference
 from corp.recipe import Recipe
+from corp.searching import searches
 from corp.text import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -107,22 +107,38 @@ MODELS: dict[str, Callable[[Path, int], Subject]] = {
 }
 
 
-def cost_of_paper(subject: Subject, sparsity: float) -> float:
+def cost_of_paper(model: nn.Module, stats: corp.Statistics, sparsity: float) -> float:
     """The share of the dense operations that the paper's recipe leaves."""
-    stats = corp.calibrate(subject.model, list(islice(subject.calibration, 1)))
     recipe = Recipe(mlp=sparsity, attn=sparsity, compensate="none")
-    dense, pruned = corp.apply(subject.model, stats, corp.plan(subject.model, stats, recipe)).report.macs
+    dense, pruned = corp.apply(model, stats, corp.plan(model, stats, recipe)).report.macs
     return float(pruned / dense)
 
 
-def row(subject: Subject, references: Sequence[Reference], options: dict[str, Any], target: float) -> dict[str, Any]:
+class Pruner:
+    """Prunes one model; what needs no data of its own shares one calibration, whose time counts for each."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        start = time.perf_counter()
+        self.stats = corp.calibrate(subject.model, subject.calibration)
+        self.seconds = time.perf_counter() - start
+
+    def prune(self, recipe: Recipe) -> tuple[corp.Result, float]:
+        model, start = self.subject.model, time.perf_counter()
+        if searches(recipe) or recipe.sequential:
+            return corp.prune(model, self.subject.calibration, recipe), time.perf_counter() - start
+        self.stats.fits.clear()
+        result = corp.apply(model, self.stats, corp.plan(model, self.stats, recipe))
+        return result, time.perf_counter() - start + self.seconds
+
+
+def row(pruner: Pruner, references: Sequence[Reference], options: dict[str, Any], target: float) -> dict[str, Any]:
     """One step of the ladder: what it costs, how far its output is from the dense one, batch by batch, and how long."""
-    start = time.perf_counter()
+    subject = pruner.subject
     try:
-        result = corp.prune(subject.model, subject.calibration, Recipe(target_macs=target, **options))
+        result, seconds = pruner.prune(Recipe(target_macs=target, **options))
     except CorpError as error:  # sequential fitting needs a plain residual stream
         return {"refused": str(error)}
-    seconds = time.perf_counter() - start
     dense, pruned = result.report.macs
     return {
         "macs": pruned / dense,
@@ -177,14 +193,14 @@ def main() -> None:
     for name in args.models:
         subject = MODELS[name](Path(assets), args.samples)
         references = [Reference(subject.model, [batch]) for batch in subject.judged]
-        rows = found.setdefault(name, {})
+        pruner, rows = Pruner(subject), found.setdefault(name, {})
         rows.setdefault("dense", subject.headline(subject.model))
         for sparsity in args.sparsities:
-            target = cost_of_paper(subject, sparsity)
+            target = cost_of_paper(subject.model, pruner.stats, sparsity)
             for step, options in LADDER.items():
                 steps = rows.setdefault(str(sparsity), {})
                 if step not in steps:
-                    steps[step] = row(subject, references, options, target)
+                    steps[step] = row(pruner, references, options, target)
                     write_text(path, json.dumps(found, indent=1) + "\n")
                     write_text(RESULTS / "beyond.md", page(found))
                     shown = {key: value for key, value in steps[step].items() if key != "divergence"}
