@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="few rounds, first shapes only, nothing written")
     quick = parser.parse_args().quick
-    rounds = 6 if quick else 15
+    rounds = 6 if quick else 9
     rows, table = [], []
     for batch, tokens in SHAPES[:2] if quick else SHAPES:
         for qk, v in WIDTHS[:2] if quick else WIDTHS:
