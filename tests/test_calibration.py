@@ -188,10 +188,12 @@ def test_a_number_of_tokens_per_sample() -> None:
 
 def test_the_output_projections_input_is_remembered_too() -> None:
     model, data = build("vit"), images()
-    seen: list[torch.Tensor] = []
-    handle = model.blocks[1].attn.proj.register_forward_pre_hook(lambda _m, args: seen.append(args[0].flatten(0, 1)))
     stats = corp.calibrate(model, data, settings=ALL)
-    handle.remove()
+    seen: list[torch.Tensor] = []
+    model.blocks[1].attn.proj.register_forward_pre_hook(lambda _m, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
     torch.testing.assert_close(
         stats.moments_of("blocks.1.attn.proj").all.cov, torch.cov(torch.cat(seen).T, correction=0)
     )

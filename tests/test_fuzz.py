@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from corp import CorpError, Recipe, Statistics
 from corp.errors import RecipeError
 from corp.plan import GroupCost, Plan, SitePlan
-from corp.recipe import COMPENSATIONS, KINDS, PRESETS, RANKINGS, kept_width
+from corp.recipe import BASES, COMPENSATIONS, KINDS, PRESETS, RANKINGS, kept_width
 from corp.stats import Moments
 from corp.stats.site_sums import SiteSums
 from tests.fuzz import TARGETS, damaged
@@ -107,18 +107,21 @@ def test_kept_widths_are_widths(width: int, sparsity: float, multiple: int) -> N
 @st.composite
 def site_plans(draw: st.DrawFn) -> SitePlan:
     width = draw(st.integers(1, 40))
-    keep, groups = draw(st.integers(1, width)), draw(st.integers(1, 3))
+    kind, keep = draw(st.sampled_from(KINDS)), draw(st.integers(1, width))
+    groups = 1 if kind == "mlp" else draw(st.integers(1, 3))
     pick = st.permutations(range(width)).map(lambda order: tuple(sorted(order[:keep])))
     number = st.floats(allow_nan=False, allow_infinity=False)
     costs = st.builds(GroupCost, *[number] * 5, fit=st.none() | number, held=st.none() | number)
     return SitePlan(
         draw(st.text(max_size=8)),
-        draw(st.sampled_from(KINDS)),
+        kind,
         width,
         draw(SHARE),
         tuple(draw(pick) for _ in range(groups)),
         draw(st.booleans()),
-        tuple(draw(costs) for _ in range(groups)),
+        tuple(draw(costs) for _ in range(groups if kind == "attn" else 1)),
+        draw(st.floats(0, 1e3)),
+        "coordinates" if kind == "mlp" else draw(st.sampled_from(BASES)),
     )
 
 

@@ -316,7 +316,7 @@ def test_a_pruned_model_compiles_into_one_graph(family: str) -> None:
 
 def test_upcast_attention_and_chunked_mlps_are_refused() -> None:
     gpt2 = hf.GPT2Model(hf.GPT2Config(**hf_models.GPT2, reorder_and_upcast_attn=True))
-    assert {r.kind for r in corp.find_sites(gpt2).refused} == {"attn"}
+    assert {r.kind for r in corp.find_sites(gpt2).refused} == {"attn", "vo"}
     bert = hf.BertModel(hf.BertConfig(**hf_models.TEXT, chunk_size_feed_forward=4))
     assert {(r.kind, r.reason.partition(";")[2]) for r in corp.find_sites(bert).refused} == {
         ("mlp", " set config.chunk_size_feed_forward = 0")
@@ -480,4 +480,4 @@ def test_narrow_multihead_takes_and_returns_what_the_dense_one_does(batch_first:
 def test_unusual_multihead_attention_is_refused() -> None:
     for options, reason in (({"kdim": 16}, "kdim, vdim"), ({"add_bias_kv": True}, "extra keys")):
         refused = corp.find_sites(nn.MultiheadAttention(24, 4, **options)).refused  # type: ignore[arg-type]
-        assert [reason in r.reason for r in refused] == [True]
+        assert [reason in r.reason for r in refused] == [True, True]  # queries and keys, and values

@@ -144,6 +144,7 @@ def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rou
         AssertionError,
         TypeError,
         IndexError,
+        ModelError,
     ) as error:  # what torch and the libraries raise for an input that does not fit
         first = str(error).splitlines()[0]
         raise ModelError(

@@ -97,10 +97,16 @@ class Parquet:
     def begins(self, _number: int) -> bool:
         return True
 
+    def _column(self, group: int) -> Any:
+        try:
+            return self._file.read_row_group(group, columns=[self._field]).column(0)
+        except Exception as error:  # a damaged file, in pyarrow's own kinds
+            raise DataError(f"{self.path} cannot be read as parquet: {error}") from error
+
     def read(self, number: int) -> str:
         group = int(torch.searchsorted(self._ends, number, right=True))
         if self._held[0] != group:
-            self._held = (group, self._file.read_row_group(group, columns=[self._field]).column(0))
+            self._held = (group, self._column(group))
         value = self._held[1][number - int(self._ends[group]) + self._sizes[group]].as_py()
         if value is not None and not isinstance(value, str):
             raise DataError(f"{self.path}, row {number + 1}: {self._field!r} holds a {type(value).__name__}, not text")
