@@ -171,7 +171,9 @@ def page(found: dict[str, Any]) -> str:
                 mean = sum(one["divergence"]) / len(one["divergence"])
                 change = difference(one, before) if before else ""
                 numbers = [f"{one[key]:.3g}" for key in keys]
-                table.append([title, f"{one['macs']:.3f}", f"{mean:.3f}", change, *numbers, f"{one['seconds']:.0f}"])
+                # A run that was paused has no time.
+                seconds = "" if one["seconds"] is None else f"{one['seconds']:.0f}"
+                table.append([title, f"{one['macs']:.3f}", f"{mean:.3f}", change, *numbers, seconds])
                 before = one
         columns = ("at the MACs of", "MACs", "divergence", "change (95 %)", *keys, "seconds")
         parts.append(f"## {name}\n\n{markdown_table(columns, table)}")
