@@ -34,7 +34,7 @@ _PAPER: dict[str, Any] = {
 # Ways of setting the fields that are not given: the paper's, ours, and what people would compare with.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
-    "best": {**_PAPER, "rank": "exact", "ridge": "auto", "attn_basis": SUBSPACE, "allocate": WORTH},
+    "best": {**_PAPER, "rank": "exact", "attn_basis": SUBSPACE, "allocate": WORTH},
     "magnitude": {**_PAPER, "rank": "magnitude", "compensate": "none"},
     "wanda": {**_PAPER, "rank": "wanda", "compensate": "none"},  # E[x²]^½·‖W‖, structured
     "vbp": {**_PAPER, "rank": "variance", "compensate": "mean"},  # variance ranking, mean shift into the bias
