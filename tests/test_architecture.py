@@ -13,11 +13,11 @@ SOURCE = Path(corp.__file__).parent
 # Each part may import parts of a lower level, and its own.
 LEVELS = {
     "errors": 0, "version": 0, "stages": 0, "_torchvision": 0, "text": 0,
-    "recipe": 1, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1, "tying": 1,
+    "asked": 1, "recipe": 2, "sites": 1, "numerics": 1, "atomic": 1, "batches": 1, "tying": 1,
     "stats": 2, "holdout": 2,
     "fitting": 3, "checkpoint": 3, "workers": 3, "offload": 3,
     "plan": 4, "surgery": 4,
-    "widths": 2, "planning": 5, "folding": 6,
+    "widths": 3, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
     "streams": 3, "budget": 6, "latency": 7, "sharing": 8, "sequential": 8, "verifying": 7,
     "api": 9, "demo": 9,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import CorpError, Recipe
-from corp.shift import Shift, SiteShift
+from corp.report.shifts import Shift, SiteShift
 from tests import test_hf_rotary as rotary
 from tests.models import batches, build
 from tests.test_adapters import hidden_output, logit_errors

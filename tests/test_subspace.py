@@ -10,7 +10,7 @@ from corp.errors import StatisticsError
 from corp.numerics import logit, subspace
 from corp.numerics.rank import top
 from corp.stats import Grams
-from corp.stats.grams import HeadGrams
+from corp.stats.gram_heads import HeadGrams
 
 N, TOKENS, D, KEEP = 7, 11, 6, 3
 

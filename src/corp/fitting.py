@@ -7,7 +7,7 @@ from torch import Tensor
 
 from corp.numerics import affine, logit, rotary
 from corp.stats import Moments
-from corp.stats.grams import HeadGrams
+from corp.stats.gram_heads import HeadGrams
 
 
 def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:

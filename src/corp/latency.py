@@ -11,9 +11,9 @@ import copy
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -182,13 +182,5 @@ def _by_width(rows: Sequence[tuple[float, float]], width: int) -> Tensor:
         return torch.zeros(width + 1, dtype=torch.float64)
     slope = (saved[-1] - saved[-2]) / (kept[-2] - kept[-1])
     kept, saved = [*kept, 0.0], [*saved, saved[-1] + slope * kept[-1]]
-    shares = torch.arange(width + 1, dtype=torch.float64) / width
-    gained = torch.zeros_like(shares)
-    for (high, low), (before, after) in zip(_pairs(kept), _pairs(saved), strict=True):
-        inside = (shares <= high) & (shares >= low)
-        gained[inside] = before + (after - before) * (high - shares[inside]) / (high - low)
-    return gained[0] - gained
-
-
-def _pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-    return list(pairwise(values))
+    gained = np.interp(np.arange(width + 1) / width, kept[::-1], saved[::-1])
+    return torch.from_numpy(gained[0] - gained)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, TypeAlias
 
+from corp.asked import globs_of, multiple_of, non_negative, one_of, sparsity_of
 from corp.errors import RecipeError
 
 Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or from which to which a target may choose it
@@ -114,26 +115,26 @@ class Recipe:
     def __post_init__(self) -> None:
         put = object.__setattr__  # the dataclass is frozen; this is its constructor
         for kind in KINDS:
-            put(self, kind, _sparsity(kind, getattr(self, kind)))
+            put(self, kind, sparsity_of(kind, getattr(self, kind)))
         self._check_targets()
-        _one_of("preset", self.preset, tuple(PRESETS))
+        one_of("preset", self.preset, tuple(PRESETS))
         for name, value in PRESETS[self.preset].items():
             if getattr(self, name) == "":
                 put(self, name, value)
-        _one_of("rank", self.rank, RANKINGS)
-        _one_of("compensate", self.compensate, COMPENSATIONS)
+        one_of("rank", self.rank, RANKINGS)
+        one_of("compensate", self.compensate, COMPENSATIONS)
         if self.intercept not in ("auto", True, False) or not isinstance(self.intercept, bool | str):
             raise RecipeError(f"intercept={self.intercept!r} is not one of 'auto', True, False")
         if self.compensate == "mean" and self.intercept is False:
             raise RecipeError("compensate='mean' is a correction of the bias: it cannot go with intercept=False")
-        _one_of("vo_basis", self.vo_basis, BASES)
-        _one_of("attn_basis", self.attn_basis, BASES)
-        _one_of("allocate", self.allocate, ALLOCATIONS)
+        one_of("vo_basis", self.vo_basis, BASES)
+        one_of("attn_basis", self.attn_basis, BASES)
+        one_of("allocate", self.allocate, ALLOCATIONS)
         if self.ridge != "auto":
-            put(self, "ridge", _non_negative("ridge", self.ridge))
+            put(self, "ridge", non_negative("ridge", self.ridge))
         self._check_sequential()
         put(self, "round_to", _rounding(self.round_to))
-        put(self, "skip", _globs(self.skip))
+        put(self, "skip", globs_of(self.skip))
         put(self, "overrides", _overrides(self.overrides, ranges=self.has_target))
         if not isinstance(self.equal_heads, bool):
             raise RecipeError(f"equal_heads={self.equal_heads!r} is not True or False")
@@ -242,46 +243,16 @@ def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
     return min(width, -(-exact // multiple) * multiple)
 
 
-def _sparsity(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
-        raise RecipeError(f"{name}={value!r} is not a sparsity: give the share to remove, 0 <= {name} < 1")
-    return float(value)
-
-
-def _non_negative(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise RecipeError(f"{name}={value!r} must be a finite number >= 0, or 'auto'")
-    return float(value)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
-def _multiple(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"round_to: {value!r} is not a whole number >= 1 (or 'fast')")
-    return value
-
-
 def _rounding(value: object) -> int | dict[str, int]:
     if value == "fast":
         return dict(FAST)
     if not isinstance(value, Mapping):
-        return _multiple(value)
+        return multiple_of(value)
     known = sorted(set(ROUNDING_KEYS.values()))
     unknown = sorted(str(key) for key in value if key not in known)
     if unknown:
         raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
-    return {str(key): _multiple(multiple) for key, multiple in value.items()}
-
-
-def _globs(value: object) -> tuple[str, ...]:
-    globs = (value,) if isinstance(value, str) else value
-    if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(g, str) and g for g in globs):
-        raise RecipeError(f"skip={value!r} must be a glob or a list of globs over site names, such as 'blocks.0.*'")
-    return tuple(sorted(globs)) if isinstance(globs, set | frozenset) else tuple(globs)
+    return {str(key): multiple_of(multiple) for key, multiple in value.items()}
 
 
 def _overrides(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]:
@@ -302,8 +273,8 @@ def _overrides(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]:
 
 def _wanted(name: str, value: object) -> Wanted:
     if not isinstance(value, list | tuple):
-        return _sparsity(name, value)
-    if len(value) != 2 or (low := _sparsity(name, value[0])) > (high := _sparsity(name, value[1])):
+        return sparsity_of(name, value)
+    if len(value) != 2 or (low := sparsity_of(name, value[0])) > (high := sparsity_of(name, value[1])):
         raise RecipeError(f"{name}={value!r} is not a range of sparsities: give (least, most), such as (0.0, 0.3)")
     return low, high
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from corp.budget import Budget, budget_of, uniform
-from corp.fitting import fit_mlp, moments_for_fit, split
+from corp.fitting import fit_mlp, split
 from corp.latency import Clock
 from corp.numerics import affine, exact, values
 from corp.numerics.allocate import Option, share
-from corp.planning.linear import Layer, in_basis, uses_intercept, whole_path
+from corp.planning.linear import Layer, in_basis, layer_of, uses_intercept, whole_path
 from corp.recipe import KINDS, UNIFORM, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites, ValueSite
 from corp.stats import Statistics
@@ -149,7 +150,9 @@ class Curves:
         self.paths: dict[str, exact.Path] = {}  # of MLPs
         for site in sites:
             if not isinstance(site, AttentionSite) and not recipe.skips(site.name):
-                layer = layer_of(model, site, stats, recipe)
+                down = projection_at(model, site.down)
+                moments = stats.moments_of(site.name).all
+                layer = layer_of(down, moments, uses_intercept(recipe, down.bias is not None))
                 if isinstance(site, MLPSite):
                     # Exact elimination removes one channel after the other and knows what each costs.
                     path = whole_path(layer, recipe, stats.fits.setdefault(site.name, {}))
@@ -208,13 +211,6 @@ def stream_energy(model: nn.Module, site: LinearSite, stats: Statistics) -> floa
     return max(energy, torch.finfo(torch.float64).tiny)
 
 
-def layer_of(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe) -> Layer:
-    """The linear that consumes the site's channels, with the moments that its fit will have."""
-    down = projection_at(model, site.down)
-    moments = moments_for_fit(stats.moments_of(site.name).all, uses_intercept(recipe, down.bias is not None))
-    return Layer(down.weight.cpu().double(), *moments)
-
-
 def _value_curve(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
     """The predicted squared output error of the values alone at width 0, 1 … D, compensated."""
     basis = values.value_basis(layer.W, layer.cov, site.heads, site.groups, site.width, ridge=recipe.ridge_given)
@@ -227,13 +223,5 @@ def _value_curve(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
         pruned = split(site.inputs, kept)
         fit = fit_mlp(turned.mean, turned.cov, kept, pruned, "full", recipe.ridge_given)
         errors.append(affine.error(*turned, kept, pruned, fit))
-    return _between([0, *known], errors)
-
-
-def _between(widths: list[int], errors: list[float]) -> Tensor:
-    """The curve at every width, straight between those that are known."""
-    parts = []
-    for low, high, start, end in zip(widths, widths[1:], errors, errors[1:], strict=False):
-        part = torch.linspace(start, end, high - low + 1, dtype=torch.float64)
-        parts.append(part[:-1])
-    return torch.cat([*parts, torch.tensor(errors[-1:], dtype=torch.float64)])
+    every = np.interp(np.arange(site.width + 1), [0, *known], errors)  # straight between those that are known
+    return torch.from_numpy(every)

@@ -30,6 +30,11 @@ class Rows:
     period: int = 0
 
     @property
+    def bare(self) -> bool:
+        """Bare parameters of nn.MultiheadAttention, which is never called as a layer."""
+        return self.weight != "weight"
+
+    @property
     def width(self) -> int:
         return self.runs * (self.stop - self.start)
 

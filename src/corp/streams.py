@@ -190,7 +190,7 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
 
 def is_multihead(site: LinearSite) -> bool:
     """nn.MultiheadAttention uses its output projection without calling it."""
-    return isinstance(site, ValueSite) and site.v.weight != "weight"
+    return isinstance(site, ValueSite) and site.v.bare
 
 
 def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:

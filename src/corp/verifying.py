@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from corp.adapters.registry import find_sites
 from corp.errors import ModelError
 from corp.fitting import split
+from corp.folding import in_float64
 from corp.numerics import rotary, subspace
 from corp.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE
@@ -101,7 +102,7 @@ def errors_in(
 
 def _output_error(dense: nn.Module, pruned: nn.Module, site: LinearSite, P: Tensor, stats: Statistics) -> float:
     """E||W x + b - W' P x - b'||^2, P (S, D) being what the narrowed site keeps of its inputs."""
-    (W, b), (W_new, b_new) = (_in_float64(projection_at(model, site.down)) for model in (dense, pruned))
+    (W, b), (W_new, b_new) = (in_float64(projection_at(model, site.down)) for model in (dense, pruned))
     moments = stats.moments_of(site.name).all
     D = W - W_new @ P
     return float(((D @ moments.cov) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
@@ -193,11 +194,5 @@ def _map(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _rows(part: Projection) -> Tensor:
-    weight = part.weight.cpu().double()
-    bias = weight.new_zeros(len(weight)) if part.bias is None else part.bias.cpu().double()
+    weight, bias = in_float64(part)
     return torch.cat([weight, bias[:, None]], 1)
-
-
-def _in_float64(down: Projection) -> tuple[Tensor, Tensor]:
-    rows = _rows(down)
-    return rows[:, :-1], rows[:, -1]

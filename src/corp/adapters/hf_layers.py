@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from corp.adapters.registry import Finding
 from corp.adapters.torch_attention import multihead
 from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite
-from corp.surgery.hf_attention import Names, NarrowAttention, RotaryAttention, narrow, rotated_dims
+from corp.surgery.hf_attention import NarrowAttention, RotaryAttention, narrow, rotated_dims
+from corp.surgery.hf_names import Names
 from corp.surgery.linear import projection_of, why_not_linear
 from corp.surgery.multihead import NarrowMultihead
 

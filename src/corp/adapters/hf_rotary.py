@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from corp.adapters.hf_layers import Attention, Family, Layer, Mlp
-from corp.surgery.hf_attention import Names, RotaryAttention
+from corp.surgery.hf_attention import RotaryAttention
+from corp.surgery.hf_names import Names
 
 _SEPARATE = (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
 _HEADS = {"heads": "config.num_attention_heads", "kv_heads": "config.num_key_value_heads"}

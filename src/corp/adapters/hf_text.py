@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from corp.adapters.hf_layers import Attention, Family, Layer, Mlp
-from corp.surgery.hf_attention import BiasedAttention, Names
+from corp.surgery.hf_attention import BiasedAttention
+from corp.surgery.hf_names import Names
 
 ENCODER_MASK = "encoder_attention_mask"
 

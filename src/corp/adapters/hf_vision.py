@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corp.adapters.hf_layers import MASK, Attention, Family, Layer, Mlp
-from corp.surgery.hf_attention import Names
+from corp.surgery.hf_names import Names
 
 _PARTS = (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
 _VIT = Names(_PARTS, ("o_proj",), "num_attention_heads", "scaling", "attention_dropout")

@@ -15,7 +15,8 @@ from corp.cli.console import progress, show_table
 from corp.cli.options import Source, calibrated
 from corp.errors import CorpWarning, DataError
 from corp.plan import Plan
-from corp.shift import COLUMNS, Shift, measure_shift
+from corp.report.shifts import COLUMNS, Shift
+from corp.shift import measure_shift
 from corp.stats import Statistics
 
 DeployData = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from corp.batches import run, uncompiled
 from corp.errors import ModelError
+from corp.stats.collect import without_fast_path
 from corp.surgery.attention import true_widths
 
 
@@ -28,18 +29,17 @@ def count_macs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any],
     is counted unfused, and with its true widths: zero-padding for a faster kernel is not work that the model needs.
     """
     counter = FlopCounterMode(display=False)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    unfused = (without_fast_path(), sdpa_kernel(SDPBackend.MATH), true_widths())
     try:
-        with torch.no_grad(), _frozen(model), uncompiled(), sdpa_kernel(SDPBackend.MATH), true_widths(), counter:
+        with ExitStack() as stack, torch.no_grad(), _frozen(model), uncompiled():
+            for context in (*unfused, counter):
+                stack.enter_context(context)
             run(model, batch, forward)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
             f"{type(model).__name__} cannot be run on the input it is to be counted on: {reason}"
         ) from error
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
     return int(counter.get_total_flops()) // 2
 
 

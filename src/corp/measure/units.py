@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from corp.batches import evaluating, run
-from corp.sites import AttentionSite, MLPSite, Rows, Site
+from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of
+from corp.stats.collect import removing, without_fast_path
 from corp.stats.masks import bound
 from corp.surgery.linear import projection_at, rows_of
 
@@ -39,32 +41,42 @@ def unit_costs(model: nn.Module, sites: Iterable[Site], batch: Any | None) -> di
 
 
 def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
-    nothing = _Seen(0, 0)
-    if isinstance(site, AttentionSite):
-        q, k = (seen.get(rows.module, nothing) for rows in (site.q, site.k))
-        q, k = (seen.get(f"{site.name} {side}", known) for side, known in (("q", q), ("k", k)))
-        parts = [(site.q, site.heads, q), (site.k, site.groups, k)]
-        macs = site.heads * q.tokens * k.length  # the logits
-    elif isinstance(site, MLPSite):
-        parts = [(rows, 1, seen.get(rows.module, nothing)) for rows in site.up]
-        macs = 0
+    def passed(layer: str) -> _Seen:
+        return seen.get(layer, _Seen(0, 0))
+
+    columns = 0  # of the layer that consumes the site
+    macs = 0
+    if isinstance(site, MLPSite):
+        makers = [(rows, 1, passed(rows.module)) for rows in site.up]
+        columns, consumed = 1, passed(site.down)
+    elif isinstance(site, ValueSite):
+        v, consumed = (passed(name) for name in _values(site))
+        makers, columns = [(site.v, site.groups, v)], site.heads
+        macs = site.heads * consumed.tokens * v.length  # their average
     else:
-        v = seen.get(f"{site.attention} k", seen.get(site.v.module, nothing))
-        out = seen.get(f"{site.attention} q", seen.get(site.down, nothing))
-        parts = [(site.v, site.groups, v)]
-        macs = site.heads * out.tokens * v.length  # their average
+        q, k = (passed(name) for name in _queries(site))
+        makers = [(site.q, site.heads, q), (site.k, site.groups, k)]
+        macs = site.heads * q.tokens * k.length  # the logits
     params = 0
-    for rows, count, passed in parts:
+    for rows, count, made in makers:
         layer = rows_of(model, rows)
-        macs += count * passed.tokens * layer.weight.shape[1]
+        macs += count * made.tokens * layer.weight.shape[1]
         params += count * (layer.weight.shape[1] + (layer.bias is not None))
     if not isinstance(site, AttentionSite):
-        columns = 1 if isinstance(site, MLPSite) else site.heads
-        outputs = len(projection_at(model, site.down).weight)
-        tokens = out.tokens if not isinstance(site, MLPSite) else seen.get(site.down, nothing).tokens
-        macs += columns * tokens * outputs
-        params += columns * outputs
+        outputs = columns * len(projection_at(model, site.down).weight)
+        macs += consumed.tokens * outputs
+        params += outputs
     return Unit(macs, params)
+
+
+def _queries(site: AttentionSite) -> tuple[str, str]:
+    """Under which names it is noted what passes as queries and as keys."""
+    return (f"{site.name} q", f"{site.name} k") if site.q.bare else (site.q.module, site.k.module)
+
+
+def _values(site: ValueSite) -> tuple[str, str]:
+    """The same of values (they come from where keys do) and of what the output projection takes."""
+    return (f"{site.attention} k", f"{site.attention} q") if site.v.bare else (site.v.module, site.down)
 
 
 def _watch(model: nn.Module, sites: list[Site], batch: Any) -> dict[str, _Seen]:
@@ -74,42 +86,21 @@ def _watch(model: nn.Module, sites: list[Site], batch: Any) -> dict[str, _Seen]:
     def note(name: str, x: Tensor) -> None:
         seen[name] = _Seen(x.numel() // x.shape[-1], x.shape[-2] if x.dim() > 1 else 1)
 
-    def hook(name: str) -> Any:
-        return lambda _module, _args, output: note(name, output)
+    def watch(name: str) -> RemovableHandle:
+        module: Any = model.get_submodule(name)
+        if not isinstance(getattr(module, "in_proj_weight", None), Tensor):
+            handle: RemovableHandle = module.register_forward_hook(lambda _module, _args, output: note(name, output))
+            return handle
 
-    def multihead(name: str, module: Any) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = bound(module, args, kwargs)
             for side, x in (("q", call["query"]), ("k", call["key"])):
-                first = module.batch_first or x.dim() == 2
-                note(f"{name} {side}", x if first else x.transpose(0, 1))
+                note(f"{name} {side}", x if module.batch_first or x.dim() == 2 else x.transpose(0, 1))
 
-        return before
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        return handle
 
-    handles = []
-    layers: dict[str, None] = {}
-    for site in sites:
-        rows = _rows(site)
-        if rows[0].weight == "weight":
-            layers |= dict.fromkeys(part.module for part in rows)
-            layers |= dict.fromkeys([] if isinstance(site, AttentionSite) else [site.down])
-        else:
-            module = model.get_submodule(rows[0].module)
-            handles.append(module.register_forward_pre_hook(multihead(rows[0].module, module), with_kwargs=True))
-    handles += [model.get_submodule(name).register_forward_hook(hook(name)) for name in layers]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), evaluating(model):
-            run(model, batch)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for handle in handles:
-            handle.remove()
+    handles = [watch(name) for name in dict.fromkeys(name for site in sites for name in layers_of(site))]
+    with torch.no_grad(), evaluating(model), without_fast_path(), removing(handles):
+        run(model, batch)
     return seen
-
-
-def _rows(site: Site) -> tuple[Rows, ...]:
-    if isinstance(site, AttentionSite):
-        return (site.q, site.k)
-    return site.up if isinstance(site, MLPSite) else (site.v,)

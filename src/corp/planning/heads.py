@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -102,8 +103,9 @@ class _Pairs:
         self.sums, self.keep, self.recipe = sums, keep, recipe
         self.whole = sums.all  # fitted and held-out together: added once, not per head
         self.weighted = recipe.rank == "exact"
+        self.choose = cache(self._choose)  # the ridge, the judgement and the fit all ask
 
-    def choose(self, g: int) -> tuple[Tensor, Tensor]:
+    def _choose(self, g: int) -> tuple[Tensor, Tensor]:
         moments = self.whole.group(g, weighted=self.weighted)  # (R, d, d)
         with stage("rank"):
             if self.weighted:
@@ -146,11 +148,12 @@ class _Dimensions:
         self.sums, self.keep, self.recipe = sums, keep, recipe
         self.shared, self.first = site.heads // site.groups, site.rotary_dims
         self.whole = sums.all
+        self.choose = cache(self._choose)
 
     def heads(self, g: int) -> range:
         return range(g * self.shared, (g + 1) * self.shared)
 
-    def choose(self, g: int) -> tuple[Tensor, Tensor]:
+    def _choose(self, g: int) -> tuple[Tensor, Tensor]:
         with stage("rank"):
             energies = [self.whole.head(h).energy().diagonal() for h in self.heads(g)]
             return rank.top(torch.stack(energies).sum(0), self.keep)

@@ -27,6 +27,10 @@ class Layer(NamedTuple):
     cov: Tensor  # (D, D)
 
 
+def layer_of(down: Projection, moments: Moments, intercept: bool) -> Layer:
+    return Layer(down.weight.cpu().double(), *moments_for_fit(moments, intercept))
+
+
 def plan_mlp(
     site: MLPSite,
     keep: int,
@@ -42,7 +46,7 @@ def plan_mlp(
     intercept = uses_intercept(recipe, down.bias is not None)
 
     def layer(moments: Moments) -> Layer:
-        return Layer(down.weight, *moments_for_fit(moments, intercept))
+        return layer_of(down, moments, intercept)
 
     moments = sums.all
     here = layer(moments)

@@ -126,7 +126,7 @@ class Collector:
         self, model: nn.Module, site: LinearSite, see: Callable[[Tensor, Tensor | None], None]
     ) -> RemovableHandle:
         """Show the input of the linear as (B, n, D)."""
-        if isinstance(site, ValueSite) and site.v.weight != "weight":
+        if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
 
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -151,7 +151,7 @@ class Collector:
 
     def watch_queries(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """Queries and keys may come out of one projection or of two; the sums need both."""
-        if site.q.weight != "weight":
+        if site.q.bare:
             return self._watch_multihead(model, site)
         seen: dict[str, Tensor] = {}
         angles: list[tuple[Tensor, Tensor]] = []

@@ -1,0 +1,60 @@
+"""What transformers' families call the parts of their attention, and what stands in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from corp.surgery.linear import Projection, projection_of, unfuse
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the parts of its attention.
+
+    `parts` maps each input projection to what comes out of it, in order: ("c_attn", "qkv") is a packed one. `out` are
+    the modules that the heads' output goes through, none where the output projection is not inside the attention.
+    `scale` is None where it is head_dim^-1/2, unnamed. Names may have dots. `kv_heads`: query heads share key and value
+    heads. `by_head`: a packed projection holds q, k and v of one head after the other. `extras` are what the attention
+    function is told besides, and where it stands.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    out: tuple[str, ...]
+    heads: str
+    scale: str | None
+    drop: str
+    head_dim: str = "head_dim"
+    kv_heads: str | None = None
+    by_head: bool = False
+    extras: tuple[tuple[str, str], ...] = ()
+
+    def count_heads(self, module: Any) -> tuple[int, int]:
+        """Of queries, and of keys and values."""
+        heads: int = attrgetter(self.heads)(module)
+        return heads, heads if self.kv_heads is None else attrgetter(self.kv_heads)(module)
+
+    def value_width(self, module: Any) -> int:
+        """Of one head, whether narrowed or not."""
+        width: int = getattr(module, "v_dim", None) or attrgetter(self.head_dim)(module)
+        return width
+
+    def split(self, module: Any, name: str, letters: str) -> dict[str, Projection]:
+        """What the projection `name` of a module holds, by letter."""
+        whole, (heads, kv_heads) = projection_of(getattr(module, name)), self.count_heads(module)
+        counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+        values = kv_heads * self.value_width(module) if "v" in letters else 0
+        others = [counts[one] for one in letters if one != "v"]
+        width = (len(whole.weight) - values) // sum(others) if others else 0  # of a query or key head
+        rows = [values if one == "v" else counts[one] * width for one in letters]
+        if self.by_head:
+            whole = _head_last(whole, heads)
+        return dict(zip(letters, unfuse(whole, rows), strict=True))
+
+
+def _head_last(whole: Projection, heads: int) -> Projection:
+    """From q, k and v of one head after the other to all of q, all of k and all of v; the three are equally wide."""
+    weight = whole.weight.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    bias = None if whole.bias is None else whole.bias.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten()
+    return Projection(weight, bias)
