@@ -30,10 +30,12 @@ from benchmarks import deit_tiny, language
 from corp.atomic import write_text
 from corp.data.images import ImageBatches, list_images
 from corp.demo import digits
-from corp.errors import CorpError, CorpWarning
+from corp.errors import CorpWarning
 from corp.evaluate.closeness import Reference
+from corp.holdout import HoldOut
 from corp.recipe import Recipe
-from corp.searching import searches
+from corp.searching import SHARE_SAMPLES, prune_calibrated, searches
+from corp.sequential import settled
 from corp.text import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,8 +49,8 @@ LADDER: dict[str, dict[str, Any]] = {
     "+ exact removal cost": EXACT,
     "+ best subspace of Q/K": SUBSPACE,
     "+ ridge chosen by held-out data": RIDGE,
-    "+ shared out, values too (best)": {"preset": "best"},
-    "+ sequential": {"preset": "best", "sequential": True},
+    "+ shared out, values too": {"preset": "best", "sequential": False},
+    "+ sequential where it can be (best)": {"preset": "best"},
 }
 
 
@@ -115,18 +117,26 @@ def cost_of_paper(model: nn.Module, stats: corp.Statistics, sparsity: float) -> 
 
 
 class Pruner:
-    """Prunes one model; what needs no data of its own shares one calibration, whose time counts for each."""
+    """Prunes one model; steps of a kind share one calibration, whose time counts for each."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
+        self.split = HoldOut(subject.calibration, SHARE_SAMPLES)
+        self.stats, self.seconds = self._calibrated(subject.calibration)
+        self.split_stats, self.split_seconds = self._calibrated(self.split)
+
+    def _calibrated(self, batches: Any) -> tuple[corp.Statistics, float]:
         start = time.perf_counter()
-        self.stats = corp.calibrate(subject.model, subject.calibration)
-        self.seconds = time.perf_counter() - start
+        return corp.calibrate(self.subject.model, batches), time.perf_counter() - start
 
     def prune(self, recipe: Recipe) -> tuple[corp.Result, float]:
+        """By the same steps as corp.prune."""
         model, start = self.subject.model, time.perf_counter()
-        if searches(recipe) or recipe.sequential:
-            return corp.prune(model, self.subject.calibration, recipe), time.perf_counter() - start
+        if searches(recipe):
+            self.split_stats.fits.clear()
+            recipe = settled(model, corp.find_sites(model), recipe, self.split)
+            result = prune_calibrated(model, self.split, self.split_stats, recipe)
+            return result, time.perf_counter() - start + self.split_seconds
         self.stats.fits.clear()
         result = corp.apply(model, self.stats, corp.plan(model, self.stats, recipe))
         return result, time.perf_counter() - start + self.seconds
@@ -135,10 +145,7 @@ class Pruner:
 def row(pruner: Pruner, references: Sequence[Reference], options: dict[str, Any], target: float) -> dict[str, Any]:
     """One step of the ladder: what it costs, how far its output is from the dense one, batch by batch, and how long."""
     subject = pruner.subject
-    try:
-        result, seconds = pruner.prune(Recipe(target_macs=target, **options))
-    except CorpError as error:  # sequential fitting needs a plain residual stream
-        return {"refused": str(error)}
+    result, seconds = pruner.prune(Recipe(target_macs=target, **options))
     dense, pruned = result.report.macs
     return {
         "macs": pruned / dense,
@@ -165,15 +172,10 @@ def page(found: dict[str, Any]) -> str:
             before = None
             for step, one in steps.items() if sparsity != "dense" else ():
                 title = f"{float(sparsity):.0%} {step}"
-                if "refused" in one:
-                    table.append([title, "", f"refused: {one['refused']}", "", *[""] * len(keys), ""])
-                    continue
                 mean = sum(one["divergence"]) / len(one["divergence"])
                 change = difference(one, before) if before else ""
                 numbers = [f"{one[key]:.3g}" for key in keys]
-                # A run that was paused has no time.
-                seconds = "" if one["seconds"] is None else f"{one['seconds']:.0f}"
-                table.append([title, f"{one['macs']:.3f}", f"{mean:.3f}", change, *numbers, seconds])
+                table.append([title, f"{one['macs']:.3f}", f"{mean:.3f}", change, *numbers, f"{one['seconds']:.0f}"])
                 before = one
         columns = ("at the MACs of", "MACs", "divergence", "change (95 %)", *keys, "seconds")
         parts.append(f"## {name}\n\n{markdown_table(columns, table)}")

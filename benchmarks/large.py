@@ -1,6 +1,6 @@
 """A model of a billion parameters, with random weights, pruned on this machine; and the most memory that took.
 
-    python -m benchmarks.large [--family llama|opt] [--layers 16] [--memory 4GB]
+    python -m benchmarks.large [--family llama|opt] [--layers 21] [--memory 4GB]
 
 The statistics go to disk, a few layers per pass over 8 x 512 random tokens. Writes results/large.md.
 """
@@ -52,7 +52,7 @@ def peak() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", choices=("llama", "opt"), default="llama")
-    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--memory", default="4GB")
     args = parser.parse_args()
     import torch

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corp.numerics.refit import RIDGES, choose_ridge, fit_gap, gap_left
-from corp.stats.gaps import GapSums
+from corp.numerics.refit import RIDGES, choose_ridge, fit_gap, gap_left, gap_of
+from corp.stats.gaps import GapSums, TokenSums
 
 
 def tokens(count: int = 400, noise: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def test_sums_of_parts_add() -> None:
     whole = sums_of(x, gap).moments(True)
     parts = [GapSums(6, 3), GapSums(6, 3)]
     for sums, rows in zip(parts, (slice(0, 100), slice(100, None)), strict=True):
-        sums.inputs.shift = x[:50].mean(0)
+        sums.shift = x[:50].mean(0)
         sums.update(x[rows], gap[rows])
     both = (parts[0] + parts[1]).moments(True)
     for a, b in zip(both, whole, strict=True):
@@ -84,3 +84,21 @@ def test_the_more_noise_the_less_is_corrected() -> None:
 def test_a_gap_that_the_held_out_part_has_not_is_left_alone() -> None:
     x, gap = tokens(noise=0.0)
     assert choose_ridge(sums_of(x, gap).moments(True), sums_of(x, -gap).moments(True)) is None
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_tokens_that_are_read_count_half(intercept: bool) -> None:
+    """The same as weighting every token, by brute force."""
+    x, gap = tokens()
+    read = torch.arange(len(x)) % 10 == 0
+    sums = TokenSums(6, 3, 0.5)
+    sums.shift_by(x[0])
+    for some in range(4):
+        part = torch.arange(len(x)) % 4 == some
+        sums.update(x[part], gap[part], read[part], ~read[part])
+    found = sums.moments(intercept)
+    weight = torch.where(read, 0.5 / read.sum(), 0.5 / (~read).sum())[:, None].double()
+    mean, middle = (weight * x).sum(0) * intercept, (weight * gap).sum(0) * intercept
+    torch.testing.assert_close(found.cov, (x - mean).mT @ (weight * (x - mean)))
+    torch.testing.assert_close(found.cross, (gap - middle).mT @ (weight * (x - mean)))
+    assert gap_of(found) == pytest.approx(float((weight * gap.square()).sum()))

@@ -194,7 +194,7 @@ def kl(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]) -> fl
 
 def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
     model, data = build("vit"), batches("vit", 10, 20)
-    recipe = Recipe(preset="best", target_macs=0.7)
+    recipe = Recipe(preset="best", target_macs=0.7, sequential=False)
     result = corp.prune(model, data, recipe)
     why, taken = result.plan.why["split"], result.plan.why["sharing"]
     best = min(why["tried"], key=lambda one: one["divergence"])
@@ -211,7 +211,7 @@ def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
 def test_sketches_leave_nothing_behind_for_the_plan() -> None:
     """The result is what planning with the same widths on fresh statistics gives."""
     model, data = build("vit"), batches("vit", 4, 20)
-    recipe = Recipe(preset="best", target_macs=0.7)
+    recipe = Recipe(preset="best", target_macs=0.7, sequential=False)
     found = corp.prune(model, data, recipe)
     stats = corp.calibrate(model, HoldOut(data, 128))
     again = corp.apply(model, stats, found.plan)

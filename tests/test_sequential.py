@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,12 +126,63 @@ def test_the_gap_is_what_the_stream_lags_by(
 
     monkeypatch.setattr("corp.sequential.correction", spy)
     model, data = setup(family)
-    pruned = models.prune(model, data, Recipe(**HALF, sequential=True)).model
+    result = models.prune(model, data, Recipe(**HALF, sequential=True))
     for number, name in enumerate(block_outputs(model, data)):
         dense = driven[id(model), name]
-        before = driven[id(pruned), name][-2 * len(data) : -len(data)]
+        before = driven[id(result.model), name][-2 * len(data) : -len(data)]
         lag = sum(float((a - b).square().sum()) for a, b in zip(dense, before, strict=True))
         assert gaps[2 * number + 1] == pytest.approx(lag)  # an attention and an MLP in every block
+
+
+def test_what_is_read_counts_as_much_as_all_else() -> None:
+    """So less is lost at the class token of a model that reads it than of one that reads all tokens."""
+    model, data = models.build("vit"), models.batches("vit")
+    spread = reading_all(model)
+    reads, spreads = (models.prune(one, data, Recipe(**HALF, sequential=True)) for one in (model, spread))
+    assert reads.plan.why["sequential"]["read"] == {"blocks.1": 1}
+    assert spreads.plan.why["sequential"]["read"] == {"blocks.1": 17}
+    assert class_token_error(reads.model, model, data) < class_token_error(spreads.model, model, data)
+
+
+def reading_all(model: nn.Module) -> nn.Module:
+    """The same, with the mean of all tokens in place of the class token."""
+    spread: Any = copy.deepcopy(model)
+    spread.global_pool = "avg"
+    return spread
+
+
+def class_token_error(pruned: nn.Module, dense: nn.Module, data: list[Any]) -> float:
+    found, expected = (list(block_outputs(one, data).values())[-1] for one in (pruned, dense))
+    return sum(float((a - b)[:, 0].square().sum()) for a, b in zip(found, expected, strict=True))
+
+
+def test_auto_gives_way_where_it_cannot_be_had() -> None:
+    assert Recipe(preset="best", target_macs=0.7).sequential == "auto"
+    assert Recipe(preset="best", target_macs=0.7, compensate="none").sequential is False
+    recipe = Recipe(**HALF, sequential="auto")
+    for family, taken in (("vit", True), ("hf-bert", False)):
+        result = models.prune(*setup(family), recipe)
+        assert result.plan.recipe.sequential is taken
+        assert ("sequential" in result.plan.why) is taken
+    model, data = setup("vit")
+    stats = corp.calibrate(model, data, forward=models.call)
+    assert corp.apply(model, stats, corp.plan(model, stats, recipe)).report.params == result_params(model, data)
+
+
+def result_params(model: nn.Module, data: list[Any]) -> tuple[int, int]:
+    params: tuple[int, int] = models.prune(model, data, Recipe(**HALF)).report.params
+    return params
+
+
+@pytest.mark.parametrize("family", ["vit", "llama"])
+def test_a_result_can_be_repaired_later(family: str) -> None:
+    model, data = setup(family)
+    at_once, whole = (models.prune(model, data, Recipe(**HALF, sequential=mode)) for mode in (False, True))
+    before = fingerprint(at_once.model)
+    repaired = corp.repair(model, at_once, data, forward=models.call)
+    assert fingerprint(repaired.model) == fingerprint(whole.model)
+    assert fingerprint(at_once.model) == before
+    assert repaired.plan == whole.plan
 
 
 @pytest.mark.parametrize("family", ["vit", "deit3-layerscale", "hf-opt", "llama"])
@@ -149,7 +201,7 @@ def test_the_same_data_give_the_same_bits() -> None:
 
 
 def test_layers_that_keep_their_width_make_up_for_others() -> None:
-    model, data = models.build("vit"), models.batches("vit")
+    model, data = reading_all(models.build("vit")), models.batches("vit")
     recipe = {"mlp": 0.5, "overrides": {"blocks.1.*": {"mlp": 0.0}}}
     one_shot, result = (models.prune(model, data, Recipe(**recipe, sequential=mode)) for mode in (False, True))
     assert error(result.model, model, data) < 0.95 * error(one_shot.model, model, data)
@@ -277,15 +329,15 @@ def test_samples_are_spread_over_the_data(driven: dict[tuple[int, str], list[Ten
 
 @pytest.mark.filterwarnings("default::corp.errors.CorpWarning")
 def test_few_tokens_are_told() -> None:
-    model, data = models.build("vit"), models.batches("vit", count=1, size=3)
+    model, data = models.build("vit"), models.batches("vit", count=6, size=10)
     with pytest.warns(CorpWarning, match="blocks.0.mlp .*fewer tokens than twice its inputs"):
-        models.prune(model, data, Recipe(mlp=0.5, sequential=True))
+        models.prune(model, data, Recipe(mlp=0.1, sequential=True, sequential_samples=10))
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"sequential": 1}, "not True or False"),
+        ({"sequential": 1}, "not one of"),
         ({"sequential": True, "compensate": "none"}, "compensate='none'"),
         ({"sequential": True, "sequential_samples": 0}, "whole number"),
         ({"sequential_samples": 9}, "with sequential=True only"),

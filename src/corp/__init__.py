@@ -5,7 +5,7 @@ from corp._torchvision import make_importable
 make_importable()  # before anything imports timm or torchvision, the user's own next line included
 
 from corp.adapters.registry import find_sites, register_adapter  # noqa: E402
-from corp.api import Result, apply, calibrate, plan  # noqa: E402
+from corp.api import Result, apply, calibrate, plan, repair  # noqa: E402
 from corp.errors import CorpError  # noqa: E402
 from corp.recipe import Recipe  # noqa: E402
 from corp.searching import prune  # noqa: E402
@@ -28,5 +28,6 @@ __all__ = [
     "plan",
     "prune",
     "register_adapter",
+    "repair",
     "save",
 ]

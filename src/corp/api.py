@@ -1,11 +1,11 @@
-"""calibrate, plan, apply and prune: the only loops over sites, but for sequential fitting."""
+"""calibrate, plan, apply, repair and prune: the only loops over sites, but for sequential fitting."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from corp.planning.linear import plan_mlp, plan_values
 from corp.planning.weak import warn_if_weak
 from corp.recipe import Recipe
 from corp.report.tables import Report
-from corp.sequential import Fit, record_batches, require_sequential
+from corp.sequential import Repair, record_batches, require_sequential, settled
 from corp.sharing import Shared, Sharing
 from corp.sites import AttentionSite, MLPSite, Site, Sites, at_site, heads_of, module_of
 from corp.stages import stage
@@ -142,45 +142,40 @@ def prune(
     _require_recipe(recipe)
     sites = find_sites(model)
     require_prunable(sites, recipe)  # a request that cannot be met fails before the data pass, not after it
-    if recipe.sequential:
-        require_sequential(model, sites, recipe, batches, forward)
+    recipe = settled(model, sites, recipe, batches, forward)
     stats = calibrate(model, batches, forward=forward, progress=progress)
-    if recipe.sequential:
-        return fit_sequentially(model, batches, stats, recipe, forward=forward)
-    return apply(model, stats, plan(model, stats, recipe))
+    result = apply(model, stats, plan(model, stats, recipe.at_once()))
+    return repair(model, result, batches, recipe, forward=forward) if recipe.sequential else result
 
 
-def fit_sequentially(
+def repair(
     model: nn.Module,
+    result: Result,
     batches: Iterable[Any],
-    stats: Statistics,
-    recipe: Recipe,
+    recipe: Recipe | None = None,
     *,
     forward: Forward | None = None,
     progress: Progress | None = None,
-    shared: Shared | None = None,
 ) -> Result:
-    """plan and apply in one, block after block, on some of the data; `progress` counts blocks.
+    """Sequential fitting of what was pruned: block after block, on some of the data; `progress` counts blocks.
 
-    Widths, queries and keys come from the statistics. MLPs and values are chosen and fitted on what the pruned model
-    feeds them, and costs in the plan are those of that fit.
+    `model` is the dense one. Widths stay as they are; layers that were not pruned make up for others too, unless the
+    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs.
     """
-    _require_recipe(recipe)
+    recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
+    _require_same_weights(model, {"plan": result.plan.weights})
     sites = find_sites(model)
-    _require_same_weights(model, {"statistics": stats.weights})
-    require_prunable(sites, recipe)
     blocks = require_sequential(model, sites, recipe, batches, forward)
-    shared = shared or Sharing(model, sites, stats).share(recipe)
-    widths = shared.widths
-    queries = {}
-    for site in sites.attention:
-        if widths[site.name] < site.width:
-            with at_site(site):
-                queries[site.name] = _plan_site(model, site, widths[site.name], stats, recipe)
-    passages = record_batches(model, sites, batches, blocks, recipe, stats.samples, forward)
-    smaller = copy.deepcopy(model)
-    planned = Fit(model, smaller, sites, widths, queries, stats, recipe).run(blocks, passages, progress)
-    return _result(model, smaller, stats, Plan(recipe, tuple(planned), stats.weights, stats.samples, shared.why))
+    passages = record_batches(model, sites, batches, blocks, recipe, result.plan.samples, forward)
+    work = Repair(model, copy.deepcopy(result.model), recipe)
+    with stage("repair"):
+        work.run(blocks, passages, progress)
+    samples = sum(passage.samples for passage in passages)
+    record = {"samples": samples, "read": {block.name: block.read for block in blocks if block.ends}}
+    why = {**result.plan.why, "sequential": {**record, "layers": work.corrected}}
+    made = replace(result.plan, recipe=recipe, why=why)
+    set_history(work.smaller, (*history(model), made))
+    return replace(result, model=work.smaller, plan=made, report=replace(result.report, plan=made))
 
 
 def shrink(model: nn.Module, plan: Plan) -> None:
@@ -253,7 +248,7 @@ def _require_recipe(recipe: object) -> None:
 
 
 def _refuse_sequential(recipe: Recipe) -> None:
-    if recipe.sequential:
+    if recipe.sequential is True:
         raise PlanError("sequential fitting needs the data, not its statistics alone: use corp.prune (corp prune)")
 
 

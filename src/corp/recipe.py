@@ -31,11 +31,12 @@ _PAPER: dict[str, Any] = {
     "ridge": RIDGE,
     "attn_basis": COORDINATES,
     "allocate": UNIFORM,
+    "sequential": False,
 }
 # Ways of setting the fields that are not given: the paper's, ours, and what people would compare with.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": _PAPER,
-    "best": {**_PAPER, "rank": "exact", "attn_basis": SUBSPACE, "allocate": WORTH},
+    "best": {**_PAPER, "rank": "exact", "attn_basis": SUBSPACE, "allocate": WORTH, "sequential": "auto"},
     "magnitude": {**_PAPER, "rank": "magnitude", "compensate": "none"},
     "wanda": {**_PAPER, "rank": "wanda", "compensate": "none"},  # E[x²]^½·‖W‖, structured
     "vbp": {**_PAPER, "rank": "variance", "compensate": "mean"},  # variance ranking, mean shift into the bias
@@ -69,7 +70,7 @@ class Recipe:
     allocate     what a target does: "uniform", the largest equal shares of MLP and Q/K (and values, with equal_heads)
                  that meet it; "worth", MLPs and values share it out by what the next channel is worth
     preset       "paper", "best", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets
-                 rank, compensate, intercept, ridge, attn_basis and allocate where they are not given
+                 rank, compensate, intercept, ridge, attn_basis, allocate and sequential where they are not given
     rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active", "wanda",
                  "variance", "fluctuation", "exact" (what its removal costs after compensation, one by one)
     compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
@@ -80,10 +81,10 @@ class Recipe:
                  (rotated dimensions stay whole pairs)
     vo_basis     "subspace": every head's values are turned so that the leading directions carry most of its output;
                  "coordinates": dimensions are kept as they are, by rank
-    sequential   fit block after block on what the pruned ones before feed it, so that later layers make up for earlier
-                 ones; it needs the data, so only `prune` does it
+    sequential   once pruned, fit block after block on what the pruned ones before feed it, so that later layers make up
+                 for earlier ones; it needs the data, so only `prune` does it. "auto": where model and data allow it
     sequential_samples
-                 of how many samples the hidden states are held for that; None: 512, fewer if they are long
+                 of how many samples the hidden states are held for that; None: 256, fewer if they are long
     round_to     round kept widths up to multiples: an int, {"mlp": 64, "head": 8}, or "fast", which is that
     skip         globs over site names that are left alone
     overrides    {glob: {"mlp": s, "attn": s, "vo": s}}: other sparsities for some sites; the last match wins. Under
@@ -106,7 +107,7 @@ class Recipe:
     attn_basis: str = ""
     allocate: str = ""
     vo_basis: str = SUBSPACE
-    sequential: bool = False
+    sequential: bool | str = ""
     sequential_samples: int | None = None
     round_to: int | str | Mapping[str, int] = 1
     skip: tuple[str, ...] = ()
@@ -147,9 +148,11 @@ class Recipe:
             put(self, "vo", self.attn)
 
     def _check_sequential(self) -> None:
-        if not isinstance(self.sequential, bool):
-            raise RecipeError(f"sequential={self.sequential!r} is not True or False")
-        if self.sequential and self.compensate != "full":
+        if self.sequential not in ("auto", True, False) or not isinstance(self.sequential, bool | str):
+            raise RecipeError(f"sequential={self.sequential!r} is not one of 'auto', True, False")
+        if self.sequential == "auto" and self.compensate != "full":
+            object.__setattr__(self, "sequential", False)
+        if self.sequential is True and self.compensate != "full":
             raise RecipeError(
                 f"sequential fits what compensation adds: it cannot go with compensate={self.compensate!r}"
             )
@@ -160,6 +163,10 @@ class Recipe:
             raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
         if not self.sequential:
             raise RecipeError("sequential_samples is of use with sequential=True only")
+
+    def at_once(self) -> Recipe:
+        """The same without sequential fitting."""
+        return replace(self, sequential=False, sequential_samples=None)
 
     @property
     def ridge_given(self) -> float:

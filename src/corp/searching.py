@@ -25,7 +25,7 @@ from corp.holdout import HoldOut
 from corp.plan import Plan
 from corp.planning.sketch import sketch
 from corp.recipe import UNIFORM, WORTH, Recipe
-from corp.sequential import require_sequential
+from corp.sequential import settled
 from corp.sharing import Shared, Sharing
 from corp.stats import Statistics
 
@@ -57,15 +57,25 @@ def prune(
         return api.prune(model, batches, recipe, forward=forward, progress=progress)
     sites = find_sites(model)
     api.require_prunable(sites, recipe)
-    if recipe.sequential:
-        require_sequential(model, sites, recipe, batches, forward)
+    recipe = settled(model, sites, recipe, batches, forward)
     split = hold_out(batches, recipe)
     stats = api.calibrate(model, split, forward=forward, progress=progress)
-    if recipe.sequential:
-        shared = search_widths(model, stats, recipe, split.kept, forward=forward, announce=announce)
-        return api.fit_sequentially(model, split, stats, recipe, forward=forward, shared=shared)
-    found = search(model, stats, recipe, split.kept, forward=forward, announce=announce)
-    return api.apply(model, stats, found)
+    return prune_calibrated(model, split, stats, recipe, forward=forward, announce=announce)
+
+
+def prune_calibrated(
+    model: nn.Module,
+    split: HoldOut,
+    stats: Statistics,
+    recipe: Recipe,
+    *,
+    forward: Forward | None = None,
+    announce: Announce | None = None,
+) -> api.Result:
+    """The same from statistics of what `split` did not hold out."""
+    found, shared = search(model, stats, recipe, split.kept, forward=forward, announce=announce)
+    result = api.apply(model, stats, api.plan(model, stats, found.at_once(), shared=shared))
+    return api.repair(model, result, split, found, forward=forward) if found.sequential else result
 
 
 def searches(recipe: Recipe) -> bool:
@@ -85,38 +95,22 @@ def search(
     *,
     forward: Forward | None = None,
     announce: Announce | None = None,
-) -> Plan:
-    """The plan of a recipe that leaves something to be measured, on the batches that were held out."""
-    if recipe.min_agreement is None:
-        shared = search_widths(model, stats, recipe, held, forward=forward, announce=announce)
-        return api.plan(model, stats, recipe, shared=shared)
-    sharing = Sharing(model, find_sites(model), stats)
-    if not held:
-        raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
-    reference = Reference(model, held, forward)
-    return _Agreement(sharing, recipe, reference, sum(map(size_of, held)), announce).run(recipe.min_agreement)
+) -> tuple[Recipe, Shared]:
+    """The recipe with what was found in place of what it left open, and its widths; on batches that were held out.
 
-
-def search_widths(
-    model: nn.Module,
-    stats: Statistics,
-    recipe: Recipe,
-    held: Sequence[Any],
-    *,
-    forward: Forward | None = None,
-    announce: Announce | None = None,
-) -> Shared:
-    """The widths alone, for a fit that makes its own plan; models are tried as fitted at once, which costs less."""
-    recipe = replace(recipe, sequential=False, sequential_samples=None)
+    Models are tried as they are before sequential fitting, which costs less.
+    """
     sharing = Sharing(model, find_sites(model), stats)
     if recipe.min_agreement is not None:
-        found = search(model, stats, recipe, held, forward=forward, announce=announce)
-        kept = {site.name: site.keep for site in found.sites}
-        return Shared({site.name: kept.get(site.name, site.width) for site in sharing.sites}, dict(found.why))
+        if not held:
+            raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
+        trials = Trials(sharing, recipe, Reference(model, held, forward), sum(map(size_of, held)), announce)
+        return _Agreement(trials).run(recipe.min_agreement)
     if not held or not searches(recipe):  # a single batch: the rules decide, as in corp.plan
-        return sharing.share(recipe)
+        return recipe, sharing.share(recipe)
     few = first_samples(held, SHARE_SAMPLES)
-    return _Split(sharing, recipe, Reference(model, few, forward), sum(map(size_of, few)), announce).run()
+    trials = Trials(sharing, recipe, Reference(model, few, forward), sum(map(size_of, few)), announce)
+    return recipe, _Split(trials).run()
 
 
 def first_samples(batches: Sequence[Any], samples: int) -> list[Any]:
@@ -130,27 +124,52 @@ def first_samples(batches: Sequence[Any], samples: int) -> list[Any]:
 
 
 @dataclass
-class _Agreement:
-    """Bisection over the budget: agreement falls as it shrinks."""
+class Trials:
+    """Models of some widths, made to be compared with the dense one on batches that were held out."""
 
     sharing: Sharing
     recipe: Recipe
     reference: Reference
     samples: int
     announce: Announce | None
+
+    def compare(self, shared: Shared) -> Closeness:
+        model, sites, stats = self.sharing.model, self.sharing.sites, self.sharing.stats
+        paths = self.sharing.curves.paths if self.sharing.curves else {}
+        plans = tuple(
+            sketch(model, site, shared.widths[site.name], stats, self.recipe, paths.get(site.name))
+            for site in sites
+            if shared.widths[site.name] < site.width
+        )
+        return self.reference.compare(api.compensated_copy(model, stats, Plan(self.recipe, plans)))
+
+    def forget(self) -> None:
+        """Fits of models that were tried take memory, and the plan makes its own; elimination paths serve it too."""
+        fits = self.sharing.stats.fits
+        for name, known in fits.items():
+            fits[name] = {key: value for key, value in known.items() if key[0] == "path"}
+
+    def tell(self, line: str) -> None:
+        if self.announce:
+            self.announce(line)
+
+
+@dataclass
+class _Agreement:
+    """Bisection over the budget: agreement falls as it shrinks."""
+
+    trials: Trials
     tried: list[dict[str, Any]] = field(default_factory=list)
-    best: Plan | None = None
-    best_target: float = 1.0
+    best: tuple[float, Shared] | None = None  # the lowest target that had enough
     what: str = ""
-    warned: list[CorpWarning] = field(default_factory=list)
 
     @property
     def target(self) -> str:
         """What is searched over: without the shape of the inputs, operations cannot be counted."""
-        return "target_params" if self.sharing.stats.inputs is None else "target_macs"
+        return "target_params" if self.trials.sharing.stats.inputs is None else "target_macs"
 
-    def run(self, wanted: float) -> Plan:
-        sharing, any_target = self.sharing, self.at(1.0)
+    def run(self, wanted: float) -> tuple[Recipe, Shared]:
+        sharing, any_target = self.trials.sharing, self.at(1.0)
         budget = budget_of(sharing.model, sharing.sites, any_target, sharing.stats.inputs)
         assert budget is not None  # it has a target
         least = narrowest(sharing.sites, any_target, budget)
@@ -160,37 +179,33 @@ class _Agreement:
                 f"min_agreement={wanted:g} is out of reach: {self.target}={max(targets):.3f}, the lightest one tried, "
                 f"gives {self.tried[-1]['agreement']:.3f}; lower it, or calibrate on more samples"
             )
-        for warning in self.warned:
-            warnings.warn(warning, stacklevel=3)
-        if min(targets) == self.best_target:
+        chosen, shared = self.best
+        if min(targets) == chosen:
             warnings.warn(
-                f"min_agreement={wanted:g} never stopped the search: {self.target}={self.best_target:.3f}, "
+                f"min_agreement={wanted:g} never stopped the search: {self.target}={chosen:.3f}, "
                 "the heaviest pruning there is, still has it",
                 CorpWarning,
                 stacklevel=3,
             )
-        record = {"wanted": wanted, "what": self.what, "samples": self.samples, "steps": self.tried}
-        return replace(self.best, why={**self.best.why, "agreement": {**record, "chosen": self.best_target}})
+        record = {"wanted": wanted, "what": self.what, "samples": self.trials.samples, "steps": self.tried}
+        why = {**shared.why, "agreement": {**record, "chosen": chosen}}
+        return self.at(chosen), Shared(shared.widths, why)
 
     def at(self, target: float) -> Recipe:
         asked: dict[str, Any] = {"min_agreement": None, self.target: target}
-        return replace(self.recipe, **asked)
+        return replace(self.trials.recipe, **asked)
 
     def reaches(self, target: float, wanted: float) -> bool:
-        sharing, recipe = self.sharing, self.at(target)
-        with warnings.catch_warnings(record=True) as caught:  # of models that are only tried nobody wants to hear
-            warnings.simplefilter("always", CorpWarning)
-            plan = api.plan(sharing.model, sharing.stats, recipe, shared=sharing.share(recipe))
-        found = self.reference.compare(api.compensated_copy(sharing.model, sharing.stats, plan))
+        shared = self.trials.sharing.share(self.at(target))
+        found = self.trials.compare(shared)
+        self.trials.forget()
         agreement, self.what = found.agreement(), found.what
         self.tried.append({self.target: target, "agreement": agreement.value, **_ends(agreement)})
         enough = agreement.value >= wanted
         if enough:
-            self.best, self.best_target = plan, target
-            self.warned = [entry.message for entry in caught if isinstance(entry.message, CorpWarning)]
-        if self.announce:
-            verdict = "enough" if enough else "too little"
-            self.announce(f"{self.target}={target:.3f}: agreement {described(agreement)}, {verdict}")
+            self.best = target, shared
+        verdict = "enough" if enough else "too little"
+        self.trials.tell(f"{self.target}={target:.3f}: agreement {described(agreement)}, {verdict}")
         return enough
 
 
@@ -218,57 +233,37 @@ class _Split:
     what is taken is never farther from it than they are.
     """
 
-    sharing: Sharing
-    recipe: Recipe
-    reference: Reference
-    samples: int
-    announce: Announce | None
+    trials: Trials
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> Shared:
-        first = self.sharing.share(self.recipe)
+        sharing, recipe = self.trials.sharing, self.trials.recipe
+        first = sharing.share(recipe)
         why = first.why["sharing"]
         start, usual = why["queries"], why["power"]
         power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
         queries = climb(lambda share: self.measure(self.at(share, power)), start, QUERY_STEP, (0.0, MOST_QUERIES))
-        equal = self.sharing.share(replace(self.recipe, allocate=UNIFORM))
+        equal = sharing.share(replace(recipe, allocate=UNIFORM))
         best = min((self.at(queries, power), equal), key=self.measure)
-        self.forget()
-        record = {"rule": {"queries": start, "power": usual}, "samples": self.samples, "tried": self.tried}
+        self.trials.forget()
+        record = {"rule": {"queries": start, "power": usual}, "samples": self.trials.samples, "tried": self.tried}
         return Shared(best.widths, {**best.why, "split": record})
 
     def at(self, queries: float, power: float) -> Shared:
-        return self.sharing.share(self.recipe, queries, power)
+        return self.trials.sharing.share(self.trials.recipe, queries, power)
 
     def measure(self, shared: Shared) -> float:
         """The divergence from the dense model, of widths that were not measured yet."""
         widths = tuple(shared.widths.values())
         if widths not in self.known:
-            found, why = self.compare(shared).divergence(), shared.why["sharing"]
+            found, why = self.trials.compare(shared).divergence(), shared.why["sharing"]
             self.known[widths] = found.value
             how = {key: why[key] for key in ("queries", "power") if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": found.value, **_ends(found)})
-            if self.announce:
-                name = f"{how['queries']:.1%} of Q/K, power {how['power']:g}" if "power" in how else "equal shares"
-                self.announce(f"{name}: divergence {described(found)}")
+            name = f"{how['queries']:.1%} of Q/K, power {how['power']:g}" if "power" in how else "equal shares"
+            self.trials.tell(f"{name}: divergence {described(found)}")
         return self.known[widths]
-
-    def forget(self) -> None:
-        """Fits of models that were tried take memory, and the plan makes its own; elimination paths serve it too."""
-        fits = self.sharing.stats.fits
-        for name, known in fits.items():
-            fits[name] = {key: value for key, value in known.items() if key[0] == "path"}
-
-    def compare(self, shared: Shared) -> Closeness:
-        model, sites, stats = self.sharing.model, self.sharing.sites, self.sharing.stats
-        paths = self.sharing.curves.paths if self.sharing.curves else {}
-        plans = tuple(
-            sketch(model, site, shared.widths[site.name], stats, self.recipe, paths.get(site.name))
-            for site in sites
-            if shared.widths[site.name] < site.width
-        )
-        return self.reference.compare(api.compensated_copy(model, stats, Plan(self.recipe, plans)))
 
 
 def climb(measure: Callable[[float], float], start: float, step: float, limits: tuple[float, float]) -> float:

@@ -57,6 +57,7 @@ class Passage:
     starts: dict[str, Tensor] = field(default_factory=dict)  # hidden states that no block made
     masks: dict[Mask, Tensor | None] = field(default_factory=dict)
     first: int = 0  # index of its first sample among all
+    samples: int = 0
     last: Tensor | None = None  # what the last block gave, while the model runs
 
 
@@ -70,6 +71,8 @@ class Block:
     scales: tuple[Tensor, ...]
     tokens: int  # rows of the stream per sample
     batch_first: bool
+    read: int = 0  # so many of them, the first ones, the model's output is read from (reading.py)
+    ends: bool = False  # a chain
 
 
 def stream_of(output: Any) -> Any:
@@ -178,7 +181,7 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = None
             if wanted:
-                x = averages(module, site.inputs, args, kwargs) if is_multihead(site) else args[0]
+                x = averages(module, args, kwargs) if is_multihead(site) else args[0]
             seen[site.name] = Seen(x, stream_of(output))
 
         name = site.attention if isinstance(site, ValueSite) and is_multihead(site) else site.down
@@ -211,7 +214,7 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     blocks, hidden = [], torch.empty(0)
     for name in order:
         if name in passage.starts:
-            if not _close(passage.starts[name], shaken.starts[name]):
+            if not close(passage.starts[name], shaken.starts[name]):
                 raise refusal(f"what goes into {name} is made from what earlier blocks gave, but is not it")
             hidden = _shaken(passage.starts[name])
         here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
@@ -220,7 +223,7 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
         by_name = {site.name: site for site in here}
         blocks.append(_block(model, name, name in passage.starts, [by_name[n] for n in seen], hidden, output, seen))
         hidden, end = output, ends.get(name)
-        if end is not None and not _close(end, hidden):
+        if end is not None and not close(end, hidden):
             raise refusal(f"up to {name}, blocks called one by one do not give what the whole model does")
     return blocks
 
@@ -230,7 +233,7 @@ def _shaken(hidden: Tensor) -> Tensor:
     return hidden + NOISE * hidden.std() * noise
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor) -> bool:
     """The same, but for kernels that add in another order."""
     tolerance = 0.1 * torch.finfo(a.dtype).eps ** 0.5
     return a.shape == b.shape and bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(a))

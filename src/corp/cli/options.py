@@ -140,7 +140,7 @@ def calibrated(
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
     batches: Any = calibration_batches(model, source)
-    if recipe is not None and recipe.sequential:
+    if recipe is not None and recipe.sequential is True:
         require_sequential(model, find_sites(model), recipe, batches)
     if held is not None and recipe is not None:
         batches = hold_out(batches, recipe)

@@ -13,6 +13,7 @@ import typer
 from torch import nn
 
 from corp import api, searching, storage
+from corp.adapters.registry import find_sites
 from corp.atomic import refuse_existing
 from corp.batches import without_cache
 from corp.cli import deployment as d
@@ -27,6 +28,7 @@ from corp.plan import COLUMNS
 from corp.recipe import SUBSPACE, Recipe
 from corp.report.tables import TOTALS, Report
 from corp.report.why import explained
+from corp.sequential import settled
 from corp.stats import Statistics
 
 
@@ -61,7 +63,7 @@ def prune(
     attn_basis: r.AttnBasis = "",
     allocate: r.Allocate = "",
     vo_basis: r.VoBasis = SUBSPACE,
-    sequential: r.Sequential = False,
+    sequential: r.Sequential = None,
     sequential_samples: r.SequentialSamples = None,
     round_to: r.RoundTo = "1",
     skip: r.Skip = None,
@@ -155,26 +157,22 @@ def make(
     dense: nn.Module, statistics: Statistics, recipe: Recipe, held: list[Any] | None, source: o.Source
 ) -> api.Result:
     """The pruned model: searched for where batches were held out for that, fitted block by block where it is asked."""
-    if recipe.sequential:
-        with without_cache(dense):
-            shared = searching.search_widths(dense, statistics, recipe, held or [], announce=note)
-        batches: Any = calibration_batches(dense, source)
-        with progress("fitting", None, "blocks") as advance:
-            return api.fit_sequentially(
-                dense,
-                batches if held is None else searching.hold_out(batches, recipe),
-                statistics,
-                recipe,
-                progress=advance,
-                shared=shared,
-            )
+    batches: Any = None
+    if source.calib:
+        batches = calibration_batches(dense, source)
+        recipe = settled(dense, find_sites(dense), recipe, batches)
+    asked, shared = recipe, None
     if held is not None:
         with without_cache(dense):
-            plan = searching.search(dense, statistics, recipe, held, announce=note)
-    else:
-        with progress("planning", None, "sites") as advance:
-            plan = api.plan(dense, statistics, recipe, progress=advance)
-    return api.apply(dense, statistics, plan)
+            recipe, shared = searching.search(dense, statistics, recipe, held, announce=note)
+    with progress("planning", None, "sites") as advance:
+        plan = api.plan(dense, statistics, recipe.at_once(), progress=advance, shared=shared)
+    result = api.apply(dense, statistics, plan)
+    if recipe.sequential is not True:
+        return result
+    batches = batches if held is None else searching.hold_out(batches, asked)
+    with progress("repairing", None, "blocks") as advance:
+        return api.repair(dense, result, batches, recipe, progress=advance)
 
 
 def before_and_after(

@@ -65,16 +65,17 @@ Allocate = Annotated[
     ),
 ]
 Sequential = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--sequential",
+        "--sequential/--no-sequential",
         help="Fit block after block, so that later layers make up for earlier ones; reads --calib again.",
+        show_default="the preset's",
     ),
 ]
 SequentialSamples = Annotated[
     int | None,
     typer.Option(
-        help="Samples whose hidden states --sequential holds.", min=1, show_default="512, fewer if they are long"
+        help="Samples whose hidden states --sequential holds.", min=1, show_default="256, fewer if they are long"
     ),
 ]
 RoundTo = Annotated[
@@ -112,7 +113,7 @@ def make_recipe(
     override: list[str] | None,
     min_agreement: float | None = None,
     target_latency: float | None = None,
-    sequential: bool = False,
+    sequential: bool | None = None,
     sequential_samples: int | None = None,
 ) -> Recipe:
     if sparsity is not None and (mlp is not None or attn is not None):
@@ -140,7 +141,7 @@ def make_recipe(
         attn_basis=attn_basis,
         allocate=allocate,
         vo_basis=vo_basis,
-        sequential=sequential,
+        sequential="" if sequential is None else sequential,
         sequential_samples=sequential_samples,
         round_to=_rounding(round_to),
         skip=tuple(skip or ()),

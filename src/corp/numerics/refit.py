@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from corp.numerics.linalg import mean_diagonal, solve_ridge
@@ -30,6 +31,21 @@ class GapMoments(NamedTuple):
     gap: Tensor  # (o,), E[g]
     cross: Tensor  # (o, D), covariance of g and x
     energy: float  # E||g - E[g]||^2
+
+
+def mixed(first: GapMoments, second: GapMoments, share: float) -> GapMoments:
+    """The moments of a mixture in which the first population has this share, the second the rest."""
+    parts = ((first, share), (second, 1 - share))
+    mean = share * first.mean + (1 - share) * second.mean
+    gap = share * first.gap + (1 - share) * second.gap
+    cov, cross = torch.zeros_like(first.cov), torch.zeros_like(first.cross)
+    energy = 0.0
+    for part, weight in parts:
+        away, behind = part.mean - mean, part.gap - gap
+        cov += weight * (part.cov + torch.outer(away, away))
+        cross += weight * (part.cross + torch.outer(behind, away))
+        energy += weight * (part.energy + float(behind.square().sum()))
+    return GapMoments(mean, cov, gap, cross, energy)
 
 
 class Correction(NamedTuple):
@@ -52,9 +68,13 @@ def gap_left(moments: GapMoments, fit: Correction) -> float:
     return max(0.0, variance) + float((gap - fit.R @ mean - fit.c).square().sum())
 
 
+def gap_of(moments: GapMoments) -> float:
+    """E||g||^2."""
+    return moments.energy + float(moments.gap.square().sum())
+
+
 def choose_ridge(seen: GapMoments, unseen: GapMoments, ridges: Sequence[float] = RIDGES) -> float | None:
     """The ridge whose fit on one part of the data leaves least on the other; None if none leaves less than there is."""
     left = {ridge: gap_left(unseen, fit_gap(seen, ridge)) for ridge in ridges}
     best = min(ridges, key=lambda ridge: left[ridge])
-    there = unseen.energy + float(unseen.gap.square().sum())
-    return best if left[best] < there else None
+    return best if left[best] < gap_of(unseen) else None

@@ -20,6 +20,8 @@ def explained(why: Mapping[str, Any]) -> list[str]:
             lines.append(_split(why["split"]))
         if "agreement" in why:
             lines.append(_agreement(why["agreement"]))
+        if "sequential" in why:
+            lines.append(_sequential(why["sequential"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
     return lines
@@ -58,3 +60,9 @@ def _agreement(raw: Mapping[str, Any]) -> str:
         f"agreement {chosen['agreement']:.3f}{ends} at {name}={raw['chosen']:.3f}, {raw['wanted']:g} was asked for: "
         f"{raw['what']}, {raw['samples']} held-out samples, {len(raw['steps'])} models tried"
     )
+
+
+def _sequential(raw: Mapping[str, Any]) -> str:
+    left = sorted(one["left"] / one["gap"] for one in raw["layers"].values() if one["gap"] > 0)
+    gone = f", {1 - left[0]:.0%} of the gap to the dense model's stream at most" if left else ""
+    return f"sequential fitting on {raw['samples']} samples: {len(left)} layers make up for errors before them{gone}"

@@ -142,7 +142,7 @@ class Collector:
         module: Any = model.get_submodule(site.attention)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            z = averages(module, site.inputs, args, kwargs)
+            z = averages(module, args, kwargs)
             z = as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
             see(z, padding(site.name, bound(module, args, kwargs), z)[0])
 

@@ -13,11 +13,11 @@ from corp.sites import Rows
 from corp.stats.masks import real
 
 
-def averages(module: Any, width: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def averages(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection: it is run once
     more with the identity for it."""
     projection = module.out_proj
-    module.out_proj = _identity(width, like=projection.weight)
+    module.out_proj = _identity(projection.in_features, like=projection.weight)
     try:
         z: Tensor = module.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
     finally:
