@@ -1,11 +1,12 @@
 """Past the paper, one idea at a time, at the cost of the paper's recipe: what each adds, on every real model at hand.
 
 For each model and each sparsity s the budget is what the paper's recipe costs that removes s of MLP channels and of
-Q/K dimensions; every step of the ladder keeps to it. Divergence is from the dense model's output (KL of classes or next
-tokens, relative squared error of embeddings) per sample, and steps are compared sample by sample: the interval is that
-of the paired difference to the step before. Finished rows stay in results/beyond.json and are not made again.
+Q/K dimensions; every step of the ladder keeps to it. So do the first and the last at 0.75 of the dense operations.
+Divergence is from the dense model's output (KL of classes or next tokens, relative squared error of embeddings) per
+sample, and steps are compared sample by sample: the interval is that of the paired difference to the step before.
+Finished rows stay in results/beyond.json and are not made again.
 
-    CORP_ASSETS=... python -m benchmarks.beyond [--models demo deit minilm stories] [--sparsities 0.5] [--samples 500]
+    CORP_ASSETS=... python -m benchmarks.beyond [--models demo deit minilm stories] [--sparsities 0.5] [--samples 1000]
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ LADDER: dict[str, dict[str, Any]] = {
     "+ shared out, values too": {"preset": "best", "sequential": False},
     "+ sequential where it can be (best)": {"preset": "best"},
 }
-
-
+ENDS = [next(iter(LADDER)), list(LADDER)[-1]]
 TOGETHER = 10  # samples per batch that is judged: the pairs that intervals are of
 
 
@@ -168,10 +168,10 @@ def page(found: dict[str, Any]) -> str:
     for name, rows in found.items():
         keys = [key for key in rows["dense"] if key not in ("divergence", "macs", "seconds")]
         table = [["dense", "1.000", "0", "", *(f"{rows['dense'][key]:.3g}" for key in keys), ""]]
-        for sparsity, steps in rows.items():
+        for budget, steps in rows.items():
             before = None
-            for step, one in steps.items() if sparsity != "dense" else ():
-                title = f"{float(sparsity):.0%} {step}"
+            for step, one in steps.items() if budget != "dense" else ():
+                title = f"{budget} {step}"
                 mean = sum(one["divergence"]) / len(one["divergence"])
                 change = difference(one, before) if before else ""
                 numbers = [f"{one[key]:.3g}" for key in keys]
@@ -186,7 +186,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--sparsities", nargs="+", type=float, default=SPARSITIES)
-    parser.add_argument("--samples", type=int, default=500, help="that models are judged on")
+    parser.add_argument(
+        "--macs", nargs="*", type=float, default=(0.75,), help="other budgets: first and last step only"
+    )
+    parser.add_argument("--samples", type=int, default=1000, help="that models are judged on")
     args = parser.parse_args()
     assets = os.environ.get("CORP_ASSETS", "")
     if not assets:
@@ -199,16 +202,19 @@ def main() -> None:
         references = [Reference(subject.model, [batch]) for batch in subject.judged]
         pruner, rows = Pruner(subject), found.setdefault(name, {})
         rows.setdefault("dense", subject.headline(subject.model))
+        budgets = {f"{share:g} × dense,": (share, ENDS) for share in args.macs}
         for sparsity in args.sparsities:
             target = cost_of_paper(subject.model, pruner.stats, sparsity)
-            for step, options in LADDER.items():
-                steps = rows.setdefault(str(sparsity), {})
+            budgets[f"{sparsity:.0%}"] = target, list(LADDER)
+        for budget, (target, wanted) in budgets.items():
+            for step in wanted:
+                steps = rows.setdefault(budget, {})
                 if step not in steps:
-                    steps[step] = row(pruner, references, options, target)
+                    steps[step] = row(pruner, references, LADDER[step], target)
                     write_text(path, json.dumps(found, indent=1) + "\n")
                     write_text(RESULTS / "beyond.md", page(found))
                     shown = {key: value for key, value in steps[step].items() if key != "divergence"}
-                    print(name, sparsity, step, shown, flush=True)
+                    print(name, budget, step, shown, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads get in each other's way, in child processes too
+
 import pytest
 import torch
 
 import corp  # noqa: F401  (before anything imports timm)
 
-torch.set_num_threads(1)  # tiny models: more threads only get in each other's way
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ LEVELS = {
     "plan": 4, "surgery": 4,
     "widths": 3, "planning": 5, "folding": 6,
     "calibration": 5, "measure": 5, "adapters": 5, "report": 5, "data": 5, "evaluate": 5, "analysis": 5,
-    "streams": 3, "reading": 4, "budget": 6, "latency": 7, "sharing": 8, "sequential": 8, "verifying": 7,
+    "streams": 3, "reading": 4, "turning": 3, "budget": 6, "latency": 7, "sharing": 8, "sequential": 8, "verifying": 7,
     "api": 9, "demo": 9,
     "export": 10, "sweeping": 10, "searching": 10, "checking": 10, "shift": 10,
     "storage": 11,

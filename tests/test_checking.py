@@ -76,6 +76,37 @@ def test_sites_fed_with_dense_inputs_do_what_their_weights_say(family: str) -> N
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("rank", ["combined", "exact"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "gpt-neox"])
+def test_rotated_sites_too(family: str, rank: str) -> None:
+    model, data = test_hf_rotary.build(family), test_hf_rotary.data_for(family)
+    result = models.prune(model, data[:2], Recipe(mlp=0.5, attn=0.5, rank=rank))
+    checked = check(model, result.model, result.plan, data[2:])
+    assert [one.finding.site for one in checked] == [site.name for site in result.plan.sites]
+    require_equal(checked)
+    for one in checked:
+        assert one.measured == pytest.approx(one.expected, rel=1e-6)
+        assert one.expected > 0
+
+
+def test_a_wrong_frequency_is_found() -> None:
+    model, data = test_hf_rotary.build("llama"), test_hf_rotary.batches()
+    result = models.prune(model, data, Recipe(attn=0.5))
+    site = result.plan.sites[0]
+    other = dataclasses.replace(site, kept=tuple(tuple(sorted(_turned_away(group))) for group in site.kept))
+    plan = dataclasses.replace(result.plan, sites=(other, *result.plan.sites[1:]))
+    with pytest.raises(CorpError, match="sites do not do what their weights say"):
+        require_equal(check(model, result.model, plan, data[:1]))
+
+
+def _turned_away(kept: tuple[int, ...]) -> set[int]:
+    """As many pairs, but others."""
+    pairs = len(kept) // 2
+    half = 2 * pairs  # a half of the dimensions was kept, so there are as many pairs as dimensions kept
+    others = sorted(set(range(half)) - set(kept[:pairs]))[:pairs]
+    return {*others, *(j + half for j in others)}
+
+
 def test_a_module_that_computes_something_else_is_found() -> None:
     model, data = models.build("vit"), models.batches("vit")
     result = models.prune(model, data, Recipe(mlp=0.5))

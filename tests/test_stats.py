@@ -7,6 +7,7 @@ from corp.errors import StatisticsError
 from corp.stats import Grams, Moments
 from corp.stats.grams import CAUSAL_BLOCKS
 from corp.stats.moments import ACTIVE_EPS
+from corp.stats.site_sums import Entry, StoredSums
 from corp.stats.tokens import choose_tokens, real_tokens
 
 
@@ -166,3 +167,9 @@ def test_tokens_are_chosen_among_the_real_ones_whatever_the_padding(side: str) -
     assert len(chosen) == 7 + 4 + 7 + 7
     assert choose_tokens(x, 30, 100, mask) is None
     assert torch.equal(real_tokens(x, mask), torch.cat([sample[0] for sample in alone]))
+
+
+def test_asking_for_a_name_reads_no_file() -> None:
+    stored = StoredSums({"mlp": Entry(4, 0, "a")}, lambda file: pytest.fail(f"{file} was looked for"))
+    assert "mlp" in stored
+    assert "attn" not in stored

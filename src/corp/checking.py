@@ -20,21 +20,20 @@ from corp.api import calibrate, fingerprint, match
 from corp.batches import Forward, evaluating, move, placement, run
 from corp.calibration import Settings
 from corp.errors import ModelError, PlanError
+from corp.numerics.rotary import logit_energy
 from corp.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import AttentionSite, LinearSite, MLPSite, Rows, Site, ValueSite, layers_of
 from corp.stats import Grams, Statistics
 from corp.stats.collect import Collector
 from corp.stats.tokens import real_tokens
+from corp.surgery.attention import Parts
 from corp.surgery.linear import projection_at, rows_of
+from corp.turning import Enough, add_plain, dense_heads, logit_error, narrow_heads
 from corp.verifying import Finding, errors_in, narrowed_rows
 
 # A forward pass rounds at every step, not once: 1e-7 becomes some 1e-5 of the output, 1e-16 some 1e-10.
 ACCUMULATED = 0.65
-
-
-class _Enough(BaseException):
-    """Raised inside a forward pass once what was wanted has passed by; no error, so that no model takes it for one."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def check(
     forward: Forward | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Checked]:
-    """Every site that the plan narrowed, but rotated queries and keys; `dense` is changed along the way, and put back.
+    """Every site that the plan narrowed; `dense` is changed along the way, and put back.
 
     Each is narrowed alone, so that what the dense model feeds it is what the sums are of.
     """
@@ -82,13 +81,17 @@ def check(
             for site, site_plan in group:
                 rows = narrowed_rows(pruned, sites, site, widths)
                 expected = errors_in(dense, pruned, site, rows, stats, plan, site_plan)
-                if expected is None or rotated(site):
+                if expected is None:
                     continue
                 narrow = _narrowed(site, rows)
-                with _alone(dense, pruned, site, narrow) as swap:
-                    if isinstance(site, AttentionSite):
+                with _alone(dense, pruned, site, narrow, site_plan) as swap:
+                    if isinstance(site, AttentionSite) and site.rotary:
+                        weighted = plan.recipe.rank == "exact"
+                        measured = _rotated_error(dense, site, swap, site_plan, batches, forward, weighted=weighted)
+                        energy = _rotated_energy(site, stats, site_plan, weighted=weighted)
+                    elif isinstance(site, AttentionSite):
                         measured = _logit_error(dense, site, narrow, swap, site_plan, batches, forward)
-                        energy = _logit_energy(site, stats, site_plan)
+                        energy = _energy_of(stats.grams_of(site.plain_name).all, site_plan)
                     else:
                         measured = _output_error(dense, pruned, site, narrow, swap, batches, forward)
                         energy = _energy(dense, site, stats.moments_of(site.name).all)
@@ -110,10 +113,6 @@ def require_equal(checked: Sequence[Checked]) -> None:
         )
 
 
-def rotated(site: Site) -> bool:
-    return isinstance(site, AttentionSite) and site.rotary is not None
-
-
 def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:
     """The site as it is in the pruned model."""
     if isinstance(site, MLPSite) or rows is None:
@@ -125,13 +124,15 @@ Swap: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site) -> Iterator[Swap]:
+def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_plan: SitePlan) -> Iterator[Swap]:
     """What puts the narrowed modules of one site, and of no other, in the dense model's place for a while."""
     new: dict[str, nn.Module] = {}
     if isinstance(site, MLPSite):
         new = {name: pruned.get_submodule(name) for name in layers_of(site)}
     elif isinstance(site, AttentionSite) and isinstance(narrow, AttentionSite):
-        parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
+        parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
+        if site.rotary:
+            parts["kept"] = torch.stack(site_plan.indices())
         new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
     elif isinstance(site, ValueSite) and isinstance(narrow, ValueSite):
         # The attention first: its output projection may be inside of it.
@@ -193,13 +194,45 @@ def _logit_error(
             q_new, k_new, _ = _queries(dense, narrow, batch, forward)
         joined = [torch.cat(pair, -1).flatten(2) for pair in ((q, q_new), (k, -k_new))]
         both.update(*joined, **masks)
-    heads = (both.head(h, centred=site_plan.basis == SUBSPACE) for h in range(site.heads))
-    return sum(float(head.energy().sum()) for head in heads)
+    return _energy_of(both, site_plan)
 
 
-def _logit_energy(site: AttentionSite, stats: Statistics, site_plan: SitePlan) -> float:
-    grams = stats.grams_of(site.plain_name).all
-    heads = (grams.head(h, centred=site_plan.basis == SUBSPACE) for h in range(site.heads))
+def _rotated_error(
+    dense: nn.Module,
+    site: AttentionSite,
+    swap: Swap,
+    site_plan: SitePlan,
+    batches: Iterable[Any],
+    forward: Forward | None,
+    *,
+    weighted: bool,
+) -> float:
+    """The same under rotary positions, from what the narrowed module gives to the attention kernel."""
+    kept, total = int((site_plan.indices()[0] < site.rotary_dims).sum()), 0.0
+    plain = Grams(site.heads, site.plain_width + site_plan.keep - kept)
+    for batch in batches:
+
+        def once(batch: Any = batch) -> Any:
+            return run(dense, move(batch, *placement(dense)) if forward is None else batch, forward)
+
+        before = dense_heads(dense, site, once)
+        with swap():
+            after = narrow_heads(dense, site, once)
+        total += logit_error(site, before, after, kept, weighted=weighted)
+        if site.plain_width:
+            add_plain(plain, site, before, after, kept)
+    return total + (_energy_of(plain, site_plan) if site.plain_width else 0.0)
+
+
+def _rotated_energy(site: AttentionSite, stats: Statistics, site_plan: SitePlan, *, weighted: bool) -> float:
+    pairs = stats.pairs_of(site.name).all
+    total = sum(logit_energy(A) for A in (pairs.weighted if weighted else pairs.raw))
+    return total + (_energy_of(stats.grams_of(site.plain_name).all, site_plan) if site.plain_width else 0.0)
+
+
+def _energy_of(grams: Grams, site_plan: SitePlan) -> float:
+    """Of all logits, each row free to move by a constant where the plan's subspaces leave it so."""
+    heads = (grams.head(h, centred=site_plan.basis == SUBSPACE) for h in range(grams.heads))
     return sum(float(head.energy().sum()) for head in heads)
 
 
@@ -213,7 +246,7 @@ class _Queries(Collector):
         q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))
         k = k.repeat_interleave(site.heads // site.groups, dim=2)
         self.seen = q, k, {"q_mask": q_mask, "k_mask": k_mask, "causal": causal, "window": site.window}
-        raise _Enough
+        raise Enough
 
 
 def _queries(
@@ -223,7 +256,7 @@ def _queries(
     collector = _Queries([site], {})
     with collector.hooks(model) as handles:
         handles += collector.watch_queries(model, site)
-        with suppress(_Enough):
+        with suppress(Enough):
             run(model, move(batch, *placement(model)) if forward is None else batch, forward)
     if collector.seen is None:
         raise ModelError(f"nothing passed {site.name}: these batches do not reach it")
@@ -236,12 +269,12 @@ def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | N
 
     def see(x: Tensor, mask: Tensor | None) -> None:
         seen.append(real_tokens(x, mask))
-        raise _Enough
+        raise Enough
 
     collector = Collector([site], {})
     with collector.hooks(model) as handles:
         handles.append(collector.before(model, site, see))
-        with suppress(_Enough):
+        with suppress(Enough):
             run(model, move(batch, *placement(model)) if forward is None else batch, forward)
     if not seen:
         raise ModelError(f"nothing passed {site.down}: these batches do not reach it")

@@ -206,7 +206,7 @@ class Collector:
         masks: dict[str, Any] = {"q_mask": q_mask, "k_mask": k_mask, "causal": causal and self.causal}
         if site.rotary and angles:
             q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
-            turned = (_turned(x, site.rotary.dims, *angles) for x in (q, k))
+            turned = (turned_heads(x, site.rotary.dims, *angles) for x in (q, k))
             pairs = self._current(site.name, PairSums)
             pairs.update(*turned, scale=site.scale, mask=q_mask, causal=masks["causal"], window=site.window)
             _require_finite(pairs, site.name)
@@ -260,7 +260,7 @@ def _empty(site: Site) -> dict[str, AnySums]:
     return sums
 
 
-def _turned(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
+def turned_heads(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads (B, n, H, d) -> (B, H, n, d), the first `dims` turned; in float32 at least, like the products to come."""
     x = x.transpose(1, 2)
     x = x if x.dtype == torch.float64 else x.float()

@@ -59,10 +59,8 @@ class PairSums:
 
     def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
         """(H, d, d): of the queries looked at, pair moments of q_m q_m^T and the covariance of the keys under p_m."""
-        n, every = q.shape[2], self._repeated(k)
-        looked_at = ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long()
-        back = looked_at[:, None] - torch.arange(n)  # (M, n)
-        hidden = (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
+        every = self._repeated(k)
+        looked_at, hidden = looked_at_of(q.shape[2], causal, window)
         asking = q[:, :, looked_at]  # (B, H, M, d)
         attention = (scale * asking @ every.mT).masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
         first, second = (half.contiguous() for half in every[..., : self.width].split(self.width // 2, -1))
@@ -118,6 +116,13 @@ class PairSums:
     @staticmethod
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
         return {"counts": (2,), "raw": (heads, width, width), "weighted": (heads, width, width)}
+
+
+def looked_at_of(n: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    """Which queries (M,) of a sample of n tokens are looked at, and which keys (M, n) are hidden from them."""
+    looked_at = ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long()
+    back = looked_at[:, None] - torch.arange(n)
+    return looked_at, (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
 
 
 def _add_moments(sums: Tensor, query: Tensor, first: Tensor, second: Tensor, p: Tensor) -> None:

@@ -133,6 +133,9 @@ class StoredSums(Mapping[str, AnySums]):
         entry = self._entries[name]
         return read_sums(self._locate(entry.file), entry)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the file to find out
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
