@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import corp
+from corp.anatomy import examine
 from corp.batches import without_cache
 from corp.reading import tokens_read
-from corp.streams import Block, examine
+from corp.streams import Block
 from tests import models
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp.anatomy import examine
 from corp.batches import Forward, enumerate_batches, move, placement, run, size_of, without_cache
 from corp.errors import CorpWarning, DataError, PlanError
 from corp.folding import in_float64
@@ -27,7 +28,7 @@ from corp.sites import AttentionSite, LinearSite, Sites, at_site
 from corp.stats.gaps import TokenSums
 from corp.stats.memory import free_bytes, human
 from corp.stats.moments import shift_of
-from corp.streams import Block, Passage, drive, examine, record, refusal, watching
+from corp.streams import Block, Passage, drive, meeting, record, refusal, watching
 from corp.surgery.linear import projection_at, refill
 
 SAMPLES, TOKENS = 256, 65_536  # that the streams hold where the recipe does not say: whichever is fewer
@@ -161,9 +162,9 @@ class Repair:
         behind: list[Tensor] = []
         targets: list[dict[str, Tensor]] = []
         for passage, hidden in zip(passages, dense, strict=True):
-            with watching(self.dense, block.sites) as seen:
+            with watching(self.dense, block.sites) as seen, meeting(self.dense, block.junctions) as met:
                 behind.append(drive(self.dense, block.name, passage.calls[block.name], hidden))
-            targets.append({name: one.y for name, one in seen.items()})
+            targets.append({**{name: one.y for name, one in seen.items()}, **met})
         for number, site in enumerate(block.sites):
             if not self.recipe.skips(site.name):
                 with at_site(site):
@@ -188,11 +189,15 @@ class Repair:
         share = READ if block.read < block.tokens else 1.0
         fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
         for passage, ahead, hidden, target in zip(passages, dense, pruned, targets, strict=True):
-            with watching(self.smaller, block.sites, inputs=site.name) as seen:
+            own = block.junctions[number : number + 1]
+            with watching(self.smaller, block.sites, inputs=site.name) as seen, meeting(self.smaller, own) as met:
                 drive(self.smaller, block.name, passage.calls[block.name], hidden)
-            gap = _tokens(ahead) - _tokens(hidden)
-            for one, scale in zip(block.sites[: number + 1], block.scales, strict=False):
-                gap += scale.to(gap) * (_tokens(target[one.name]) - _tokens(seen[one.name].y))
+            if own:
+                gap = _tokens(target[own[0]]) - _tokens(met[own[0]])
+            else:
+                gap = _tokens(ahead) - _tokens(hidden)
+                for one, scale in zip(block.sites[: number + 1], block.scales, strict=False):
+                    gap += scale.to(gap) * (_tokens(target[one.name]) - _tokens(seen[one.name].y))
             x = seen[site.name].x
             assert x is not None
             x = x.reshape(-1, x.shape[-1])

@@ -2,7 +2,7 @@
 
 A block is a numbered module, called with a hidden state and what comes with it (masks, positions). In a chain of blocks
 the hidden state is the output of the block before, itself and unchanged; so a block can be called again as the model
-called it, with another hidden state in its place. `examine` finds out whether a model is made like that.
+called it, with another hidden state in its place. Whether a model is made like that is found out in anatomy.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from corp.stats.collect import block_of, removing, without_fast_path
 from corp.stats.masks import Masks
 from corp.stats.multihead import averages
 
-NOISE = 0.1  # of its own size is added to a hidden state to see whether blocks are driven as the model drives them
-ROUNDING = 8  # so many rounding errors of the stream may be left where a block is its input plus its sites' outputs
-FLOOR = 1e-12  # rounding errors in float64 are smaller than those of measuring them
 CONSTANTS = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
 Run: TypeAlias = Callable[[], Any]  # one forward pass of the whole model
@@ -63,7 +60,11 @@ class Passage:
 
 @dataclass(frozen=True)
 class Block:
-    """A numbered module, whose output is its input plus, times `scales` (o,), the outputs of its sites, in order."""
+    """A numbered module, whose output is its input plus, times `scales` (o,), the outputs of its sites, in order.
+
+    Or a post-norm one: then every site has a junction, a norm that takes its output plus what came before, which is
+    the block's input or the junction before; the last one's output is the block's.
+    """
 
     name: str
     starts: bool  # a chain
@@ -73,6 +74,7 @@ class Block:
     batch_first: bool
     read: int = 0  # so many of them, the first ones, the model's output is read from (reading.py)
     ends: bool = False  # a chain
+    junctions: tuple[str, ...] = ()  # modules of a post-norm block
 
 
 def stream_of(output: Any) -> Any:
@@ -191,101 +193,27 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
         yield seen
 
 
+@contextmanager
+def meeting(model: nn.Module, junctions: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """While open, what goes into these modules."""
+    met: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            met[name] = args[0]
+
+        return model.get_submodule(name).register_forward_pre_hook(before)
+
+    with removing([watch(name) for name in junctions]):
+        yield met
+
+
 def is_multihead(site: LinearSite) -> bool:
     """nn.MultiheadAttention uses its output projection without calling it."""
     return isinstance(site, ValueSite) and site.v.bare
-
-
-def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
-    """The model's blocks in the order of the data, if they can be run one by one; says why where they cannot.
-
-    The whole model is run again with other hidden states at the start of every chain: blocks that are driven from those
-    must end where it does. What hides between blocks, or comes to them another way, shows by that.
-    """
-    passage = record(model, sites, run)
-    order = list(passage.calls)
-    if not order:
-        raise refusal("it has no numbered blocks that the data passes")
-    final = [name for name, after in zip(order, [*order[1:], None], strict=True) if after in (None, *passage.starts)]
-    ends: dict[str, Tensor | None] = dict.fromkeys(final)
-    shaken = record(model, sites, run, _shaken, ends)
-    if list(shaken.calls) != order or list(shaken.starts) != list(passage.starts):
-        raise refusal("its blocks run in another order from one pass to the next")
-    blocks, hidden = [], torch.empty(0)
-    for name in order:
-        if name in passage.starts:
-            if not close(passage.starts[name], shaken.starts[name]):
-                raise refusal(f"what goes into {name} is made from what earlier blocks gave, but is not it")
-            hidden = _shaken(passage.starts[name])
-        here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
-        with watching(model, here) as seen:
-            output = drive(model, name, passage.calls[name], hidden)
-        by_name = {site.name: site for site in here}
-        blocks.append(_block(model, name, name in passage.starts, [by_name[n] for n in seen], hidden, output, seen))
-        hidden, end = output, ends.get(name)
-        if end is not None and not close(end, hidden):
-            raise refusal(f"up to {name}, blocks called one by one do not give what the whole model does")
-    return blocks
-
-
-def _shaken(hidden: Tensor) -> Tensor:
-    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-    return hidden + NOISE * hidden.std() * noise
 
 
 def close(a: Tensor, b: Tensor) -> bool:
     """The same, but for kernels that add in another order."""
     tolerance = 0.1 * torch.finfo(a.dtype).eps ** 0.5
     return a.shape == b.shape and bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(a))
-
-
-def _block(
-    model: nn.Module,
-    name: str,
-    starts: bool,
-    sites: list[LinearSite],
-    hidden: Tensor,
-    output: Tensor,
-    seen: dict[str, Seen],
-) -> Block:
-    if hidden.dim() != 3 or hidden.shape != output.shape:
-        raise refusal(f"{name} makes {tuple(output.shape)} of a hidden state {tuple(hidden.shape)}")
-    if any(seen[site.name].y.numel() != hidden.numel() for site in sites):
-        raise refusal(f"the outputs in {name} are of another size than the hidden state")
-    scales = stream_scales(hidden, output, [seen[site.name].y for site in sites])
-    if scales is None:
-        raise refusal(f"the output of {name} is not its input plus the outputs of {_names(sites)} (post-norm?)")
-    batch_first = all(_batch_first(model, site) for site in sites)
-    return Block(name, starts, tuple(sites), tuple(scales), hidden.shape[1 if batch_first else 0], batch_first)
-
-
-def _batch_first(model: nn.Module, site: LinearSite) -> bool:
-    if isinstance(site, ValueSite) and is_multihead(site):
-        first: Any = model.get_submodule(site.attention).batch_first
-        return bool(first)
-    return site.batch_first
-
-
-def _names(sites: Sequence[LinearSite]) -> str:
-    return " and ".join(site.name for site in sites) or "any site"
-
-
-def stream_scales(hidden: Tensor, output: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
-    """Factors per channel with output = hidden + sum of scale * part, up to rounding; None if there are none.
-
-    They are one, or a layer scale's.
-    """
-    width = hidden.shape[-1]
-    before, after, *outputs = (x.reshape(-1, width).cpu().double() for x in (hidden, output, *parts))
-    Y = torch.stack(outputs, -1) if outputs else before.new_zeros(*before.shape, 0)  # (T, C, k)
-    change = after - before
-    size = before.norm(dim=0) + after.norm(dim=0) + Y.norm(dim=0).sum(-1)  # (C,)
-    allowed = ROUNDING * max(torch.finfo(hidden.dtype).eps, FLOOR) * size
-    ones = Y.new_ones(width, Y.shape[-1])
-    gram = torch.einsum("tck,tcl->ckl", Y, Y)
-    fitted = (torch.linalg.pinv(gram) @ torch.einsum("tck,tc->ck", Y, change)[..., None])[..., 0]
-    for scales in (ones, fitted):
-        left = (change - (Y * scales).sum(-1)).norm(dim=0)
-        if bool((left <= allowed).all()):
-            return [scale.contiguous() for scale in scales.unbind(-1)]
-    return None
