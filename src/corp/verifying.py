@@ -89,22 +89,24 @@ def errors_in(
     """The error of one site with the weights that stand in `pruned`, from the sums; None where they are not found."""
     if isinstance(site, MLPSite):
         kept = site_plan.indices()[0]
-        P = torch.eye(site.width, dtype=torch.float64)[kept]
-        return _output_error(dense, pruned, site, P, stats)
+        W_new, b_new = in_float64(projection_at(pruned, site.down))
+        whole = W_new.new_zeros(len(W_new), site.width).index_copy_(1, kept, W_new)
+        return _output_error(dense, site, whole, b_new, stats)
     if rows is None:
         return None
     if isinstance(site, ValueSite):
         T = _maps(rows_of(dense, site.v), rows_of(pruned, rows["v"]), site.groups)
         each = [t for t in T for _ in range(site.heads // site.groups)]
-        return _output_error(dense, pruned, site, torch.block_diag(*each), stats)
+        W_new, b_new = in_float64(projection_at(pruned, site.down))
+        return _output_error(dense, site, W_new @ torch.block_diag(*each), b_new, stats)
     return _logit_error(dense, pruned, site, rows, stats, plan, site_plan)
 
 
-def _output_error(dense: nn.Module, pruned: nn.Module, site: LinearSite, P: Tensor, stats: Statistics) -> float:
-    """E||W x + b - W' P x - b'||^2, P (S, D) being what the narrowed site keeps of its inputs."""
-    (W, b), (W_new, b_new) = (in_float64(projection_at(model, site.down)) for model in (dense, pruned))
+def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
+    """E||W x + b - W' x - b'||^2, W' (o, D) being what the narrowed site does to all of its inputs."""
+    W, b = in_float64(projection_at(dense, site.down))
     moments = stats.moments_of(site.name).all
-    D = W - W_new @ P
+    D = W - W_new
     return float(((D @ moments.cov) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
 
 

@@ -80,10 +80,11 @@ def error(W: Tensor, mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, fi
     = tr W_P (Sigma_PP - 2 sym(B Sigma_SP) + B Sigma_SS B^T) W_P^T + ||W_P (mu_P - B mu_S - c)||^2
     """
     W_P = W[:, pruned]
-    V = W_P @ fit.B  # (o, S)
     variance = (W_P @ cov[pruned[:, None], pruned] * W_P).sum()
-    variance -= 2 * (V @ cov[kept[:, None], pruned] * W_P).sum()
-    variance += (V @ cov[kept[:, None], kept] * V).sum()
+    if bool(fit.B.any()):  # without a prediction there are three products less
+        V = W_P @ fit.B  # (o, S)
+        variance -= 2 * (V @ cov[kept[:, None], pruned] * W_P).sum()
+        variance += (V @ cov[kept[:, None], kept] * V).sum()
     bias = W_P @ (mean[pruned] - fit.B @ mean[kept] - fit.c)
     return max(0.0, float(variance + bias.square().sum()))
 
