@@ -53,6 +53,13 @@ def test_the_share_of_queries_follows_the_budget(sharing: Sharing) -> None:
     assert removed[0] <= 0.25 < 0.45 < removed[-1] < 0.8
 
 
+def test_another_recipe_has_other_curves(sharing: Sharing) -> None:
+    skipping = sharing.share(Recipe(preset="best", target_macs=0.8, skip=["blocks.0.*"]))
+    assert skipping.widths["blocks.0.mlp"] == 96
+    whole = sharing.share(Recipe(preset="best", target_macs=0.8))
+    assert whole.widths["blocks.0.mlp"] < 96
+
+
 def test_where_the_stream_grows_errors_count_relative_to_it() -> None:
     model = build("vit")
     with torch.no_grad():

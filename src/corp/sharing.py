@@ -48,6 +48,7 @@ class Sharing:
     def __init__(self, model: nn.Module, sites: Sites, stats: Statistics) -> None:
         self.model, self.sites, self.stats = model, sites, stats
         self.curves: Curves | None = None
+        self._of: object = None  # what of the recipe the curves depend on
         self.clock: Clock | None = None
 
     def share(self, recipe: Recipe, queries: float | None = None, power: float | None = None) -> Shared:
@@ -82,8 +83,9 @@ class Sharing:
         widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
         why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
         if recipe.allocate != UNIFORM:
-            if self.curves is None:
+            if self.curves is None or self._of != (recipe.skip, recipe.ridge_given, recipe.intercept):
                 self.curves = Curves(self.model, self.sites, self.stats, recipe)
+                self._of = recipe.skip, recipe.ridge_given, recipe.intercept
             wanted = query_share(asked.mlp) if queries is None else queries
             power = usual_power(self.curves.energies.values()) if power is None else power
             widths, taken = self.curves.share(self.sites, budget, recipe, widths, (wanted, asked.mlp), power)
