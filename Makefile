@@ -19,7 +19,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 
 test-real: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m real
+	$(BIN)/python -m pytest -q -m real --numprocesses auto --dist loadfile
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m scripts.soak --out soak.json
