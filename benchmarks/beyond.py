@@ -28,16 +28,16 @@ from torch import Tensor, nn
 
 import corp
 from benchmarks import deit_tiny, language
-from corp.atomic import write_text
+from corp.allocation.search import SHARE_SAMPLES, prune_calibrated, searches
+from corp.calibration.holdout import HoldOut
+from corp.data import digits
 from corp.data.images import ImageBatches, list_images
-from corp.demo import digits
 from corp.errors import CorpWarning
-from corp.evaluate.closeness import Reference
-from corp.holdout import HoldOut
+from corp.files import write_text
+from corp.measure.closeness import Reference
 from corp.recipe import Recipe
-from corp.searching import SHARE_SAMPLES, prune_calibrated, searches
-from corp.sequential import settled
-from corp.text import markdown_table
+from corp.refit.repair import settled
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SPARSITIES = (0.3, 0.5, 0.7)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import corp
-from corp.calibration import Settings, enough_tokens
+from corp.calibration.hooks import Collector
+from corp.calibration.job import Settings, enough_tokens
 from corp.measure.cost import count_params
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, MLPSite
-from corp.stats import Collector
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 # isort: split
 import timm

@@ -24,10 +24,10 @@ from torch import nn
 
 import corp
 from corp import Recipe
+from corp.data import digits
 from corp.data.images import ImageBatches, choose, list_images
-from corp.demo import digits
 from corp.errors import CorpWarning
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 20  # cycles before the first reading: caches fill, the allocator settles

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 import corp
-from corp.calibration import Settings
+from corp.calibration.job import Settings
 from corp.data import sts, text
 from corp.evaluate.language import NextTokens
 from corp.evaluate.run import Contender, side_by_side
 from corp.evaluate.sentences import Embeddings, sts_spearman
 from corp.measure.cost import count_params
 from corp.recipe import Recipe
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 OPT = Path(os.environ.get("CORP_OPT", Path.home() / ".cache" / "corp" / "opt-stories"))

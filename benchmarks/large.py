@@ -17,10 +17,10 @@ from typing import Any
 
 import corp
 from corp import Recipe
-from corp.calibration import Settings
+from corp.calibration.job import Settings
+from corp.calibration.memory import human, parse_bytes
 from corp.errors import CorpWarning
-from corp.stats.memory import human, parse_bytes
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES, TOKENS = 8, 512

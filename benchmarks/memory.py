@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from corp.calibration.memory import human, site_bytes
 from corp.numerics.linalg import packed_size
 from corp.sites import AttentionSite, MLPSite, Rotary, Rows
-from corp.stats.memory import human, site_bytes
 from corp.surgery.attention import PackedAttention
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 

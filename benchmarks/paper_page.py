@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import paper_numbers as paper
 from corp.report.sweeps import kind
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 Read = Callable[[str], Any]
 HEAD = """# The paper's tables and figures, made here

@@ -15,9 +15,9 @@ import torch
 import corp
 from corp.api import shrink
 from corp.measure.cost import count_params
-from corp.plan import GroupCost, Plan, SitePlan
+from corp.planning.plan import GroupCost, Plan, SitePlan
 from corp.recipe import Recipe, kept_width
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 # isort: split
 import timm

@@ -25,7 +25,7 @@ from benchmarks.deit_tiny import NAME, Setup, accuracy
 from benchmarks.paper import pruned_shapes
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("magnitude", "wanda", "vbp", "flap", "grail")

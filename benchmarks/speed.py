@@ -29,12 +29,12 @@ from torch import Tensor, nn
 import corp
 from benchmarks.params import shapes_only_plan
 from corp.api import shrink
-from corp.atomic import write_text
-from corp.export.formats import FILES, write_format
+from corp.files import write_text
 from corp.measure.cost import count_macs
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import KINDS, Recipe
-from corp.text import markdown_table
+from corp.storage.export.formats import FILES, write_format
+from corp.tables import markdown_table
 
 # isort: split
 import timm

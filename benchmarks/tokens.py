@@ -14,10 +14,10 @@ from typing import Any
 
 import corp
 from benchmarks.deit_tiny import Setup, accuracy
-from corp.calibration import Settings
+from corp.calibration.job import Settings
 from corp.data.images import ImageBatches, list_images
 from corp.recipe import Recipe
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 768  # hidden channels of DeiT-Tiny

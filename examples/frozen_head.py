@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import corp
-from corp.demo import digits
+from corp.data import digits
 from corp.evaluate.dense import Depth, Segmentation, evaluate_head, patch_map
 
 ANIMALS_BELOW = 2_600_000  # WordNet numbers people and animals before things

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import corp
-from corp.atomic import write_text
-from tests.faults import COMMANDS, FAULTS, BrokenError, Workshop, applies, attempt, can_mount
-from tests.fuzz import TARGETS
+from corp.files import write_text
+from tests.helpers.faults import COMMANDS, FAULTS, BrokenError, Workshop, applies, attempt, can_mount
+from tests.helpers.fuzz import TARGETS
 
 SLOW = {"saved timm model": 0.05, "statistics": 0.25}  # of --cases
 
@@ -58,7 +58,7 @@ def soak_files(cases: int) -> dict[str, Any]:
     for name in TARGETS:
         number = max(1, int(cases * SLOW.get(name, 1)))
         done = subprocess.run(
-            [sys.executable, "-m", "tests.fuzz", str(number), name], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "tests.helpers.fuzz", str(number), name], capture_output=True, text=True, check=False
         )
         told = [json.loads(line) for line in done.stdout.splitlines()]
         counts += [line for line in told if "cases" in line]

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import corp  # noqa: F401  (first: it makes timm importable where torchvision does not match torch)
-from corp.demo.digits import WEIGHTS_PATH, LabelledSplit, build_model, load_labelled_split
+from corp.data.digits import WEIGHTS_PATH, LabelledSplit, build_model, load_labelled_split
 
 SEED = 0
 BATCH_SIZE = 64

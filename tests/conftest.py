@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads get in each other's way, in child processes too
+
+
+def _avoid_broken_matrix_units() -> None:
+    """Some virtual machines report AMX and then kill the process that uses it: bfloat16 needs another path there."""
+    cpu = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not cpu.is_file() or "amx_bf16" not in cpu.read_text():
+        return
+    code = "import torch; x = torch.ones(32, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+    works = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "ALL" if works else "AVX512_CORE_FP16"
+
+
+_avoid_broken_matrix_units()
 
 import pytest
 import torch

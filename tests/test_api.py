@@ -11,7 +11,7 @@ from torch import nn
 import corp
 from corp import CorpError, Recipe
 from corp.errors import CorpWarning
-from tests.models import build, images, vit
+from tests.helpers.models import build, images, vit
 
 
 def test_prune_is_its_three_steps() -> None:

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchv
 
 
 def run(code: str) -> str:
+    code = f"import sys; import corp; import corp.adapters.torchvision_import as t; {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -20,16 +21,16 @@ def test_timm_imports_after_corp() -> None:
 
 
 def test_nothing_is_declared_when_the_extension_loads() -> None:
-    code = "import corp._torchvision as t; t._declared.clear(); t._loads = lambda p: True; print(t.make_importable())"
-    assert run(code) == "False"
+    assert run("t._loads = lambda p: True; print(t.make_importable())") == "False"
 
 
 def test_nothing_is_declared_twice() -> None:
-    assert run("from corp._torchvision import make_importable; import corp; print(make_importable())") == "False"
+    assert run("t.make_importable(); print(t.make_importable())") == "False"
 
 
 def test_nothing_is_declared_without_torchvision() -> None:
-    code = (
-        "import corp._torchvision as t; t._declared.clear(); t.find_spec = lambda n: None; print(t.make_importable())"
-    )
-    assert run(code) == "False"
+    assert run("t.find_spec = lambda n: None; print(t.make_importable())") == "False"
+
+
+def test_importing_corp_imports_neither_torch_nor_torchvision() -> None:
+    assert run("print([n for n in ('torch', 'torchvision', 'timm') if n in sys.modules])") == "[]"

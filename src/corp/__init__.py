@@ -1,33 +1,57 @@
 """corp: pretrained Transformers made smaller and faster, in closed form, without training."""
 
-from corp._torchvision import make_importable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-make_importable()  # before anything imports timm or torchvision, the user's own next line included
+from corp.adapters import torchvision_import
 
-from corp.adapters.registry import find_sites, register_adapter  # noqa: E402
-from corp.api import Result, apply, calibrate, plan, repair  # noqa: E402
-from corp.errors import CorpError  # noqa: E402
-from corp.recipe import Recipe  # noqa: E402
-from corp.searching import prune  # noqa: E402
-from corp.shift import measure_shift  # noqa: E402
-from corp.stats import Statistics  # noqa: E402
-from corp.storage import load, save  # noqa: E402
-from corp.version import __version__  # noqa: E402
+__version__ = "0.1.0"
 
-__all__ = [
-    "CorpError",
-    "Recipe",
-    "Result",
-    "Statistics",
-    "__version__",
-    "apply",
-    "calibrate",
-    "find_sites",
-    "load",
-    "measure_shift",
-    "plan",
-    "prune",
-    "register_adapter",
-    "repair",
-    "save",
-]
+torchvision_import.watch()  # before anything imports timm or torchvision, the user's own next line included
+
+if TYPE_CHECKING:
+    from corp.adapters.registry import find_sites as find_sites
+    from corp.adapters.registry import register_adapter as register_adapter
+    from corp.allocation.search import prune as prune
+    from corp.api import Result as Result
+    from corp.api import apply as apply
+    from corp.api import calibrate as calibrate
+    from corp.api import plan as plan
+    from corp.api import repair as repair
+    from corp.calibration.statistics import Statistics as Statistics
+    from corp.errors import CorpError as CorpError
+    from corp.evaluate.shift import measure_shift as measure_shift
+    from corp.recipe import Recipe as Recipe
+    from corp.storage.folder import load as load
+    from corp.storage.folder import save as save
+
+# Each public name and the module that it comes from. A module is imported when its name is first used, so that
+# `corp --help` does not wait for torch.
+_PUBLIC = {
+    "CorpError": "errors",
+    "Recipe": "recipe",
+    "Result": "api",
+    "Statistics": "calibration.statistics",
+    "apply": "api",
+    "calibrate": "api",
+    "find_sites": "adapters.registry",
+    "load": "storage.folder",
+    "measure_shift": "evaluate.shift",
+    "plan": "api",
+    "prune": "allocation.search",
+    "register_adapter": "adapters.registry",
+    "repair": "api",
+    "save": "storage.folder",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'corp' has no attribute {name!r}")
+    return getattr(import_module(f"corp.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

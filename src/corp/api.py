@@ -13,26 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp import workers
 from corp.adapters.registry import find_sites
-from corp.batches import Forward, evaluating, example, move, placement
-from corp.calibration import Job, Progress, Settings
+from corp.allocation.allocate import Shared, Sharing
+from corp.calibration import workers
+from corp.calibration.batches import Forward, evaluating, example, move, placement
+from corp.calibration.job import Job, Progress, Settings
+from corp.calibration.statistics import Statistics
 from corp.errors import ModelError, PlanError, StatisticsError
-from corp.folding import Planned, apply_sites
 from corp.measure.cost import count_macs, count_params
-from corp.plan import Plan, SitePlan
+from corp.observer import stage
 from corp.planning.heads import HeadSums, plan_attention
 from corp.planning.linear import plan_mlp, plan_values
-from corp.planning.weak import warn_if_weak
+from corp.planning.overfitting import warn_if_weak
+from corp.planning.plan import Plan, SitePlan
 from corp.recipe import Recipe
+from corp.refit.repair import Repair, record_batches, require_sequential, settled
 from corp.report.tables import Report
-from corp.sequential import Repair, record_batches, require_sequential, settled
-from corp.sharing import Shared, Sharing
-from corp.sites import AttentionSite, MLPSite, Site, Sites, at_site, heads_of, module_of
-from corp.stages import stage
-from corp.stats import Statistics
-from corp.surgery.linear import projection_at
-from corp.verifying import require_agreement, verify
+from corp.sites import AttentionSite, MLPSite, Site, Sites, at_site, heads_of, module_of, projection_at
+from corp.surgery.folding import Planned, apply_sites
+from corp.surgery.self_check import require_agreement, verify
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from corp.errors import CorpError, ModelError
 
@@ -283,3 +283,42 @@ def at_site(site: Site) -> Iterator[None]:
     except CorpError as error:
         error.args = (f"{site.name} ({site.kind}, width {site.width}): {error}",)
         raise
+
+
+class Projection(NamedTuple):
+    """Weight (out, in) and bias (out,) of a linear map."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def projection_at(model: nn.Module, name: str) -> Projection:
+    """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
+    return projection_of(model.get_submodule(name))
+
+
+def projection_of(module: Any) -> Projection:
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    return Projection(weight.mT if is_transposed(module) else weight, bias)
+
+
+def rows_of(model: nn.Module, rows: Rows) -> Projection:
+    """The part of a linear map that `rows` points at."""
+    return _cut(_at(model.get_submodule(rows.module), rows), rows)
+
+
+def _at(module: nn.Module, rows: Rows) -> Projection:
+    if rows.weight == "weight":
+        return projection_of(module)
+    bias = getattr(module, rows.bias)  # bare parameters of nn.MultiheadAttention
+    return Projection(getattr(module, rows.weight).detach(), None if bias is None else bias.detach())
+
+
+def _cut(whole: Projection, rows: Rows) -> Projection:
+    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])

@@ -1,1 +1,4 @@
-"""Where the sites are in a given library: one small file per model family. Adapters point, they never compute."""
+"""Library to sites: a model comes in, a `Sites` list that points at its layers goes out. Adapters never compute.
+
+Only api and the packages above it import it; timm and transformers are imported by the adapter that was chosen.
+"""

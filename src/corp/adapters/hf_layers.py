@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corp.adapters.registry import Finding
 from corp.adapters.torch_attention import multihead
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite, projection_of
 from corp.surgery.hf_attention import NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.hf_names import Names
-from corp.surgery.linear import projection_of, why_not_linear
+from corp.surgery.linear import why_not_linear
 from corp.surgery.multihead import NarrowMultihead
 
 MASK = "attention_mask"

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from corp.adapters.registry import find_sites
-from corp.analysis import Analysis, Row
-from corp.analysis import analyze as measure
-from corp.atomic import new_folder, refuse_existing
+from corp.calibration.statistics import Statistics
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import DataError
+from corp.evaluate.redundancy import Analysis, Row
+from corp.evaluate.redundancy import analyze as measure
+from corp.files import new_folder, refuse_existing
 from corp.sites import Sites
-from corp.stats import Statistics
-from corp.text import write_csv
+from corp.tables import write_csv
 
 COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
 PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"

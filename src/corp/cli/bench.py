@@ -12,7 +12,7 @@ import torch
 import typer
 from torch import nn
 
-from corp.batches import run
+from corp.calibration.batches import run
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
 from corp.cli.contenders import Contender, explain, gather, home, placed

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from corp import workers
-from corp.atomic import refuse_existing
+from corp.calibration import workers
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json
+from corp.files import refuse_existing
 
 
 @command

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from corp import checking, storage
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.sources import calibration_batches
 from corp.errors import ModelError
+from corp.evaluate import check as checking
+from corp.storage import folder as storage
 
 
 @command

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from corp import storage
 from corp.adapters.registry import find_sites
 from corp.api import history
 from corp.cli import options as o
@@ -17,6 +16,7 @@ from corp.errors import CorpError, ModelError
 from corp.measure import timing
 from corp.recipe import FAST, ROUNDING_KEYS
 from corp.sites import AttentionSite, Site
+from corp.storage import folder as storage
 
 # Per kind: its name in --round-to, and the width that kernels take whole.
 TILES = {kind: (key, FAST[key]) for kind, key in ROUNDING_KEYS.items()}

@@ -10,16 +10,15 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from corp import api
-from corp.atomic import new_folder, refuse_existing
+from corp import __version__, api
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.report import DEMO_LABELS, demo_study
-from corp.demo import digits
+from corp.data import digits
+from corp.files import new_folder, refuse_existing
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
 from corp.report.html import Run, page
-from corp.version import __version__
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
 COMPENSATIONS = ("none", "mean", "full")

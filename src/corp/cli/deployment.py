@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from corp.calibration import Settings
+from corp.calibration.job import Settings
+from corp.calibration.statistics import Statistics
 from corp.cli.console import progress, show_table
 from corp.cli.options import Source, calibrated
 from corp.errors import CorpWarning, DataError
-from corp.plan import Plan
+from corp.evaluate.shift import measure_shift
+from corp.planning.plan import Plan
 from corp.report.shifts import COLUMNS, Shift
-from corp.shift import measure_shift
-from corp.stats import Statistics
 
 DeployData = Annotated[
     list[Path] | None,

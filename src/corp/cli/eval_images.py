@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from corp.batches import placement
+from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
 from corp.cli.models import classes_of, preprocessing_of
 from corp.errors import DataError, ModelError
 from corp.evaluate.classify import Score
 from corp.evaluate.features import FINAL, Features
-from corp.evaluate.intervals import Interval
 from corp.evaluate.run import Contender, side_by_side
 from corp.measure.cost import count_params
+from corp.measure.intervals import Interval
 
 if TYPE_CHECKING:
     from corp.data.images import ImageBatches

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from corp.batches import placement, without_cache
+from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
 from corp.cli.eval_images import percent, plus_minus
 from corp.cli.sources import TextOptions, sequence_length, sequences_per_batch
 from corp.errors import DataError
-from corp.evaluate.intervals import Interval
 from corp.evaluate.language import NextTokens
 from corp.evaluate.run import Contender, side_by_side
 from corp.evaluate.sentences import Embeddings, sts_spearman
 from corp.evaluate.tasks import require, run_tasks
 from corp.measure.cost import count_params
+from corp.measure.intervals import Interval
 
 if TYPE_CHECKING:
     from corp.data.text import TextBatches

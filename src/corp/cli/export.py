@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from corp import storage
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
+from corp.storage import folder as storage
 
 
 @command

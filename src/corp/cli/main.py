@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from corp import __version__
 from corp.cli.analyze import analyze
 from corp.cli.bench import bench
 from corp.cli.calibrate import calibrate
@@ -21,7 +22,6 @@ from corp.cli.plan import plan
 from corp.cli.prune import prune
 from corp.cli.report import report
 from corp.cli.sweep import sweep
-from corp.version import __version__
 
 app = typer.Typer(
     name="corp",

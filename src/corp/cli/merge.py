@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from corp.atomic import refuse_existing
+from corp.calibration import statistics
 from corp.cli.console import command, note
 from corp.errors import StatisticsError
-from corp.stats import statistics
+from corp.files import refuse_existing
 
 
 @command

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp import storage
-from corp.atomic import read_json
 from corp.cli.console import note
 from corp.errors import CorpError, DataError, ModelError
+from corp.files import read_json
+from corp.storage import folder as storage
 
 HF = "hf:"
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"

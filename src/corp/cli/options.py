@@ -9,10 +9,14 @@ import torch
 import typer
 from torch import nn
 
+from corp import __version__
 from corp.adapters.registry import find_sites
+from corp.allocation.search import hold_out
 from corp.api import calibrate, require_prunable
-from corp.batches import placement, without_cache
-from corp.calibration import Settings
+from corp.calibration.batches import placement, without_cache
+from corp.calibration.job import Settings
+from corp.calibration.memory import parse_bytes
+from corp.calibration.statistics import Statistics
 from corp.cli.console import note, progress
 from corp.cli.models import chosen_device as chosen_device
 from corp.cli.models import load_model as load_model
@@ -24,11 +28,7 @@ from corp.cli.sources import calibration_batches
 from corp.cli.sources import image_batches as image_batches
 from corp.errors import DataError
 from corp.recipe import Recipe
-from corp.searching import hold_out
-from corp.sequential import require_sequential
-from corp.stats import Statistics
-from corp.stats.memory import parse_bytes
-from corp.version import __version__
+from corp.refit.repair import require_sequential
 
 ModelArg = Annotated[
     str,

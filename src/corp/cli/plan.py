@@ -13,7 +13,7 @@ from corp.cli import options as o
 from corp.cli import recipes as r
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import StorageError
-from corp.plan import COLUMNS
+from corp.planning.plan import COLUMNS
 from corp.recipe import SUBSPACE
 from corp.report.why import explained
 

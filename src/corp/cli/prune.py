@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from corp import api, searching, storage
+from corp import api
 from corp.adapters.registry import find_sites
-from corp.atomic import refuse_existing
-from corp.batches import without_cache
+from corp.allocation import search as searching
+from corp.calibration.batches import without_cache
+from corp.calibration.statistics import Statistics
 from corp.cli import deployment as d
 from corp.cli import eval_images, eval_text
 from corp.cli import options as o
@@ -24,12 +25,13 @@ from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions
 from corp.cli.sources import calibration_batches
 from corp.errors import DataError
-from corp.plan import COLUMNS
+from corp.files import refuse_existing
+from corp.planning.plan import COLUMNS
 from corp.recipe import SUBSPACE, Recipe
+from corp.refit.repair import settled
 from corp.report.tables import TOTALS, Report
 from corp.report.why import explained
-from corp.sequential import settled
-from corp.stats import Statistics
+from corp.storage import folder as storage
 
 
 @command

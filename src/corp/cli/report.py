@@ -8,18 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from corp.atomic import file_in, read_json, write_text
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json
 from corp.errors import StorageError
-from corp.plan import Plan
+from corp.evaluate.sweep import RESULT
+from corp.files import file_in, read_json, write_text
+from corp.planning.plan import Plan
 from corp.report.elements import Cell
 from corp.report.html import Chart, Run, Study, page
 from corp.report.svg import Series
 from corp.report.sweeps import METRICS, lines, number
 from corp.report.tables import Report
-from corp.storage import MANIFEST, PLAN, REPORT, read_manifest
-from corp.sweeping import RESULT
+from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
 
 DEMO = "demo.json"
 DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}

@@ -12,10 +12,11 @@ import torch
 import typer
 from torch import nn
 
-from corp import sweeping
+from corp import __version__
 from corp.api import fingerprint
-from corp.batches import without_cache
-from corp.calibration import Settings
+from corp.calibration.batches import without_cache
+from corp.calibration.job import Settings
+from corp.calibration.statistics import Statistics
 from corp.cli import eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
@@ -23,15 +24,14 @@ from corp.cli.eval_images import find_labels
 from corp.cli.models import CAUSAL, IMAGE, kind_of, tokenizer_of
 from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
+from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
-from corp.evaluate.intervals import Interval
 from corp.evaluate.run import Contender, side_by_side
+from corp.evaluate.sweep import Grid, Row, Sweep
+from corp.measure.intervals import Interval
 from corp.recipe import KINDS, Recipe
 from corp.report.sweeps import draw
-from corp.stats import Statistics
-from corp.sweeping import Grid, Row, Sweep
-from corp.text import write_csv
-from corp.version import __version__
+from corp.tables import write_csv
 
 TABLE = "sweep.csv"
 SHOWN = ("samples", *KINDS, "preset", "rank", "compensate", "params", "macs", *(f"{kind} error" for kind in KINDS))

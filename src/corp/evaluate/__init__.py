@@ -1,1 +1,4 @@
-"""How well a pruned model does what the dense one did."""
+"""Judgement of pruned models: models and data come in, scores with intervals go out.
+
+It calls the public verbs of `corp.api`; report and cli import it.
+"""

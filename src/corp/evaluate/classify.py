@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import DataError, ModelError
-from corp.evaluate.intervals import Interval, Mean, paired_difference, wilson
 from corp.evaluate.run import Contender, side_by_side
+from corp.measure.intervals import Interval, Mean, paired_difference, wilson
 
 
 @dataclass

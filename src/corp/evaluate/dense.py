@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from corp.batches import evaluating, move
+from corp.calibration.batches import evaluating, move
 from corp.errors import DataError, ModelError
 
 DELTA = 1.25  # depth within this factor of the truth counts as right

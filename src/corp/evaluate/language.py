@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import DataError, ModelError
-from corp.evaluate.intervals import Interval, PerToken
+from corp.measure.intervals import Interval, PerToken
 
 IGNORED = -100  # a target that is not scored
 CHUNK = 1 << 24  # logits compared at a time: copies of all logits of a batch would not fit for a large vocabulary

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from corp.batches import evaluating, move, run, size_of
+from corp.calibration.batches import evaluating, move, run, size_of
 from corp.errors import DataError
 from corp.evaluate.features import Features, Sink, tapped
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import DataError, ModelError
-from corp.evaluate.intervals import Interval, Mean, Z
+from corp.measure.intervals import Interval, Mean, Z
 
 
 @dataclass

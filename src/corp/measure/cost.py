@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from corp.batches import run, uncompiled
+from corp.calibration.batches import run, uncompiled
+from corp.calibration.hooks import without_fast_path
 from corp.errors import ModelError
-from corp.stats.collect import without_fast_path
 from corp.surgery.attention import true_widths
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from corp.batches import evaluating, run
-from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of
-from corp.stats.collect import removing, without_fast_path
-from corp.stats.masks import bound
-from corp.surgery.linear import projection_at, rows_of
+from corp.calibration.batches import evaluating, run
+from corp.calibration.hooks import removing, without_fast_path
+from corp.calibration.masks import bound
+from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of, projection_at, rows_of
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,4 @@
-"""What every site keeps and what that costs: rank, choose, predict. No data, no change to the model."""
+"""Statistics to plan: the sums of a site and its width come in, a `SitePlan` with its predicted cost goes out.
+
+It changes no model and reads no data; surgery, allocation and everything above may import it.
+"""

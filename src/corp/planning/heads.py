@@ -9,16 +9,18 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from corp.fitting import fit_head, fit_turned, head_system
+from corp.calibration.grams import Grams
+from corp.calibration.pairs import PairSums
+from corp.calibration.site_sums import SiteSums
+from corp.calibration.statistics import Statistics
 from corp.numerics import logit, rank, rotary, subspace
 from corp.numerics.ridge import choose_system
-from corp.plan import GroupCost, SitePlan
+from corp.observer import stage
+from corp.planning.fitting import fit_head, fit_turned, head_system
+from corp.planning.plan import GroupCost, SitePlan
+from corp.planning.widths import rotated_part
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import AttentionSite
-from corp.stages import stage
-from corp.stats import Grams, SiteSums, Statistics
-from corp.stats.pairs import PairSums
-from corp.widths import rotated_part
 
 Part: TypeAlias = tuple[list[int], GroupCost]  # dimensions kept, and their cost
 Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data

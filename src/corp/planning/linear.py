@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corp.fitting import fit_mlp, moments_for_fit, split
+from corp.calibration.moments import Moments
+from corp.calibration.site_sums import SiteSums
 from corp.numerics import affine, exact, rank, values
 from corp.numerics.ridge import choose_affine
-from corp.plan import GroupCost, SitePlan
+from corp.observer import stage
+from corp.planning.fitting import fit_mlp, moments_for_fit, split
+from corp.planning.plan import GroupCost, SitePlan
 from corp.recipe import COORDINATES, Recipe
-from corp.sites import MLPSite, ValueSite
-from corp.stages import stage
-from corp.stats import Moments, SiteSums
-from corp.surgery.linear import Projection
+from corp.sites import MLPSite, Projection, ValueSite
 
 
 class Layer(NamedTuple):

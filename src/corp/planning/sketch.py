@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from corp.fitting import moments_for_fit
+from corp.calibration.statistics import Statistics
 from corp.numerics.exact import Path
-from corp.plan import SitePlan
+from corp.planning.fitting import moments_for_fit
 from corp.planning.heads import HeadSums, sketch_attention
 from corp.planning.linear import Layer, choose_channels, choose_values, uses_intercept
+from corp.planning.plan import SitePlan
 from corp.recipe import COORDINATES, Recipe
-from corp.sites import AttentionSite, MLPSite, Site
-from corp.stats import Statistics
-from corp.surgery.linear import projection_at
+from corp.sites import AttentionSite, MLPSite, Site, projection_at
 
 
 def sketch(

@@ -1,1 +1,4 @@
-"""What was done and what it cost, for people and for machines."""
+"""Results for people: plans, scores and sweeps come in, tables, charts and pages go out.
+
+Only storage and cli import it.
+"""

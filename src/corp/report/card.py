@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from corp.plan import COLUMNS
+from corp.planning.plan import COLUMNS
 from corp.report.tables import TOTALS, Report
-from corp.text import markdown_table
+from corp.tables import markdown_table
 
 
 def model_card(report: Report, manifest: dict[str, Any]) -> str:

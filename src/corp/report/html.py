@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from corp.plan import SitePlan
+from corp.planning.plan import SitePlan
 from corp.recipe import KINDS
 from corp.report import svg
 from corp.report.elements import Cell, facts, figure, figures, flat, heading, note, percent, table, tile, whole

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from corp.plan import Plan
+from corp.planning.plan import Plan
 from corp.recipe import Recipe
 from corp.report.elements import code, note
 

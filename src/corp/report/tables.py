@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from corp.plan import Plan, SitePlan
-from corp.text import text_table
+from corp.planning.plan import Plan, SitePlan
+from corp.tables import text_table
 
 TOTALS = ("", "before", "after", "ratio")
 

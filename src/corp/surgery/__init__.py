@@ -1,1 +1,4 @@
-"""Changes modules, knowing only torch.nn."""
+"""Plan to smaller model: a model and a `Plan` come in, narrower modules with the compensation folded in go out.
+
+It knows torch.nn and nothing of any model library; allocation, refit, adapters and everything above may import it.
+"""

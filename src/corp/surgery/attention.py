@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corp.sites import AttentionSite, ValueSite
-from corp.surgery.linear import Projection, fuse, make_linear, projection_of, rows_of, unfuse
+from corp.sites import AttentionSite, Projection, ValueSite, projection_of, rows_of
+from corp.surgery.linear import fuse, make_linear, unfuse
 
 SHORT = 64  # tokens up to which plain products keep up with padding
 _true_widths: ContextVar[bool] = ContextVar("true_widths", default=False)

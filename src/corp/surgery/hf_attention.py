@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from corp.numerics.rotary import rotate
+from corp.sites import Projection
 from corp.surgery.attention import attend, equal_widths, split_heads
 from corp.surgery.hf_names import Names
-from corp.surgery.linear import Projection, fuse, make_linear
+from corp.surgery.linear import fuse, make_linear
 
 Lookup = Callable[[Any], Callable[..., tuple[Tensor, Tensor | None]]]
 

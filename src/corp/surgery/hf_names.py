@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from corp.surgery.linear import Projection, projection_of, unfuse
+from corp.sites import Projection, projection_of
+from corp.surgery.linear import unfuse
 
 
 @dataclass(frozen=True)

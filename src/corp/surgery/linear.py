@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from corp.numerics.affine import Folded
-from corp.sites import LinearSite, MLPSite, Rows
-
-
-class Projection(NamedTuple):
-    """Weight (out, in) and bias (out,) of a linear map."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+from corp.sites import LinearSite, MLPSite, Projection, is_transposed, projection_at
 
 
 def why_not_linear(module: object) -> str | None:
@@ -38,33 +26,6 @@ def why_not_linear(module: object) -> str | None:
     if odd := sorted({name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}):
         return f"makes its weight of {', '.join(odd)}; remove that (torch.nn.utils.remove_weight_norm …) before pruning"
     return None
-
-
-def projection_at(model: nn.Module, name: str) -> Projection:
-    """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
-    return projection_of(model.get_submodule(name))
-
-
-def projection_of(module: Any) -> Projection:
-    weight = module.weight.detach()
-    bias = None if module.bias is None else module.bias.detach()
-    return Projection(weight.mT if is_transposed(module) else weight, bias)
-
-
-def rows_of(model: nn.Module, rows: Rows) -> Projection:
-    """The part of a linear map that `rows` points at."""
-    return _cut(_at(model.get_submodule(rows.module), rows), rows)
-
-
-def _at(module: nn.Module, rows: Rows) -> Projection:
-    if rows.weight == "weight":
-        return projection_of(module)
-    bias = getattr(module, rows.bias)  # bare parameters of nn.MultiheadAttention
-    return Projection(getattr(module, rows.weight).detach(), None if bias is None else bias.detach())
-
-
-def _cut(whole: Projection, rows: Rows) -> Projection:
-    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])
 
 
 def make_linear(like: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:

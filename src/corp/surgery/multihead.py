@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import ModelError
+from corp.sites import Projection
 from corp.surgery.attention import attend, replaced, split_heads, widths_of
-from corp.surgery.linear import Projection, fuse, new_parameter
+from corp.surgery.linear import fuse, new_parameter
 
 
 class NarrowMultihead(nn.Module):

@@ -1,0 +1,4 @@
+"""Budget to widths: a target and the error curve of every site come in, the width of every site goes out.
+
+With held-out batches it also tries models and compares them with the dense one. Only refit, api and above import it.
+"""

@@ -1,0 +1,109 @@
+"""From a budget to widths: the largest uniform ones that do not exceed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from corp.calibration.batches import evaluating, example, move, placement
+from corp.errors import PlanError
+from corp.measure.cost import count_macs, count_params
+from corp.measure.units import Unit, unit_costs
+from corp.planning.widths import width_of
+from corp.recipe import Recipe
+from corp.sites import Site, Sites
+
+STEPS = 40  # bisections: finer than any width
+ALL = 1 - 1e-9  # the share that leaves the narrowest widths
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model may cost, and what it costs with given widths."""
+
+    what: str  # "macs", "params" or "latency"
+    share: float
+    dense: int
+    units: Mapping[str, Unit]
+
+    @property
+    def limit(self) -> int:
+        return int(self.share * self.dense)
+
+    def cost(self, sites: Sites, widths: Mapping[str, int]) -> int:
+        """With these widths; sites that are not named keep theirs."""
+        return self.dense - sum(self.saved(site, widths.get(site.name, site.width)) for site in sites)
+
+    def saved(self, site: Site, width: int) -> int:
+        return self.unit(site.name) * (site.width - width)
+
+    def price(self, site: Site) -> float | Tensor:
+        """What numerics.allocate asks: of one unit of width, or of every width."""
+        return self.unit(site.name)
+
+    def unit(self, name: str) -> int:
+        cost: int = getattr(self.units[name], self.what)
+        return cost
+
+
+def budget_of(model: nn.Module, sites: Sites, recipe: Recipe, inputs: object) -> Budget | None:
+    """The recipe's target, if it has one, measured on this model; `inputs` is the shape of one sample."""
+    if recipe.min_agreement is not None:
+        raise PlanError(
+            "min_agreement is measured on data that is held out of calibration, and statistics hold none: use "
+            "corp.prune(model, batches, recipe), or corp prune with --calib; or give a target"
+        )
+    if recipe.target_params is not None:
+        return Budget("params", recipe.target_params, count_params(model), unit_costs(model, sites, None))
+    if recipe.target_macs is None:
+        return None
+    batch = one_sample(model, inputs, "target_macs")
+    with evaluating(model):
+        return Budget("macs", recipe.target_macs, count_macs(model, batch), unit_costs(model, sites, batch))
+
+
+def one_sample(model: nn.Module, inputs: object, target: str) -> Any:
+    """A batch of one for the model; `target` is what it is needed for."""
+    if inputs is None:
+        raise PlanError(
+            f"{target}: the shape of the model's inputs is not known, because they went through forward=...; "
+            "give target_params instead"
+        )
+    device, dtype = placement(model)
+    return move(example(inputs, device), device, dtype)
+
+
+def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
+    """The recipe with the smallest shares, equal for all kinds, that meet the budget."""
+
+    def fits(share: float) -> bool:
+        return _cost(sites, _equal(recipe, share), budget) <= budget.limit
+
+    low, high = 0.0, ALL
+    if not fits(high):
+        raise PlanError(
+            f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
+            f"{narrowest(sites, recipe, budget):.3f} of the dense {budget.what}; raise it, or skip and bound less"
+        )
+    if fits(low):
+        return _equal(recipe, 0.0)
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return _equal(recipe, high)
+
+
+def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
+    """The least share of the dense cost that equal shares can come to."""
+    return (_cost(sites, _equal(recipe, ALL), budget) + 0.5) / budget.dense  # so that rounding does not fall below it
+
+
+def _equal(recipe: Recipe, share: float) -> Recipe:
+    return recipe.with_shares(mlp=share, attn=share, vo=share if recipe.equal_heads else recipe.vo)
+
+
+def _cost(sites: Sites, asked: Recipe, budget: Budget) -> int:
+    return budget.cost(sites, {site.name: width_of(site, sites, asked) for site in sites})

@@ -1,0 +1,159 @@
+"""What a batch is, how a model takes it, and how many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from corp.errors import DataError
+
+MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
+
+Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+
+
+def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
+    """tensor -> model(x); dict -> model(**x); of a tuple or list only the first element, never the labels."""
+    if forward is not None:
+        return forward(model, batch)
+    batch = inputs_of(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise DataError(
+        f"a batch is a tensor, a dict, or a tuple whose first element is one; got {type(batch).__name__}. "
+        "For anything else pass forward=lambda model, batch: ..."
+    )
+
+
+def feed(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
+    """run, of a batch as it comes: moved to where the model is, which `forward` would see to itself."""
+    return run(model, move(batch, *placement(model)) if forward is None else batch, forward)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode it came in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def without_cache(*loaded: nn.Module) -> Iterator[None]:
+    """Inside, language models do not keep their keys and values: gigabytes that only generation has a use for."""
+    every: list[Any] = [getattr(model, "config", None) for model in loaded]
+    configs = [config for config in every if getattr(config, "use_cache", False)]
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
+
+
+def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the model's first parameter."""
+    first = next(model.parameters(), torch.empty(0))
+    return first.device, first.dtype
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def inputs_of(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The batch on the model's device, floating-point inputs in the model's dtype."""
+    batch = inputs_of(batch)
+    if isinstance(batch, Tensor):
+        return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: move(value, device, dtype) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    return batch
+
+
+def size_of(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor; 1 where that cannot be told."""
+    batch = inputs_of(batch)
+    values = list(batch.values()) if isinstance(batch, Mapping) else [batch]
+    first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
+    return 1 if first is None else len(first)
+
+
+def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
+    """(index, index of its first sample, batch) of the wanted batches.
+
+    Data that can make single batches (`indexed`, as data.images has) does not make the others.
+    """
+    indexed = getattr(batches, "indexed", None)
+    if indexed is not None:
+        yield from indexed(wanted)
+        return
+    start = 0
+    for index, batch in enumerate(batches):
+        if wanted(index):
+            yield index, start, batch
+        start += size_of(batch)
+
+
+def count_samples(batches: Iterable[Any]) -> int | None:
+    """How many samples there are, where that can be told without reading them."""
+    known = getattr(batches, "samples", None)
+    if isinstance(known, int):
+        return known
+    if isinstance(batches, list | tuple):
+        return sum(map(size_of, batches))
+    dataset = getattr(batches, "dataset", None)  # a torch DataLoader
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    return None
+
+
+def describe(batch: Any) -> Any:
+    """Shapes and dtypes of ONE sample of the batch, as JSON; None where it is not made of tensors."""
+    batch = inputs_of(batch)
+    if isinstance(batch, Tensor):
+        return {"shape": [1, *batch.shape[1:]], "dtype": str(batch.dtype).removeprefix("torch.")}
+    if isinstance(batch, Mapping) and all(isinstance(value, Tensor) for value in batch.values()):
+        return {"fields": {str(key): describe(value) for key, value in batch.items()}}
+    return None
+
+
+def is_description(raw: Any, *, inside: bool = False) -> bool:
+    """Whether `describe` may have said this: asked of files, before anything is allocated by it."""
+    if raw is None:
+        return not inside
+    if not isinstance(raw, dict):
+        return False
+    if set(raw) == {"fields"} and not inside:
+        return isinstance(raw["fields"], dict) and all(is_description(v, inside=True) for v in raw["fields"].values())
+    shape, dtype = raw.get("shape"), raw.get("dtype")
+    if set(raw) != {"shape", "dtype"} or not isinstance(shape, list) or not isinstance(dtype, str):
+        return False
+    sizes = all(type(size) is int and 0 <= size <= MOST_NUMBERS for size in shape)
+    return sizes and math.prod(shape) <= MOST_NUMBERS and isinstance(getattr(torch, dtype, None), torch.dtype)
+
+
+def example(description: Any, device: torch.device) -> Any:
+    """A batch of zeros that fits the description; masks are ones, so that nothing is hidden."""
+    if "fields" in description:
+        fields = {key: example(value, device) for key, value in description["fields"].items()}
+        return {key: value.fill_(1) if key.endswith("attention_mask") else value for key, value in fields.items()}
+    return torch.zeros(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)

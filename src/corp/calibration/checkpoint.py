@@ -1,0 +1,136 @@
+"""The folder of a run under way: what it is a run of, and its sums so far, so that a kill loses little."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from corp.calibration.hooks import Collector
+from corp.calibration.site_sums import entry_of, read_sums
+from corp.calibration.statistics import read_entries, write_site
+from corp.errors import StorageError
+from corp.files import cannot_write, file_in, lock_folder, read_json, refuse_existing, write_text
+
+CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
+
+
+class Checkpoint:
+    """The sums so far, every so often, in the folder of a run; each worker has its own."""
+
+    def __init__(self, folder: Path, name: str, seconds: float) -> None:
+        self.path = folder / f"checkpoint-{name}"
+        self.seconds = seconds
+        self.last = time.monotonic()
+
+    def maybe_write(self, collector: Collector, samples: int, next_batch: int) -> None:
+        if time.monotonic() - self.last >= self.seconds:
+            start = time.monotonic()
+            self.write(collector, samples, next_batch)
+            self.last = time.monotonic()
+            self.seconds = max(self.seconds, (self.last - start) / CHECKPOINT_SHARE)
+
+    def write(self, collector: Collector, samples: int, next_batch: int) -> None:
+        """Sums first, under a name of their own; then the small file that says which of them count."""
+        generation = f"{self.path.name}.{next_batch}"
+        folder = self.path.with_name(generation)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir()
+            entries = {name: write_site(folder, i, sums) for i, (name, sums) in enumerate(collector.sums.items())}
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        content = {"folder": generation, "samples": samples, "next": next_batch}
+        content["sites"] = {name: vars(entry) for name, entry in entries.items()}
+        write_text(self.path.with_suffix(".json"), json.dumps(content))
+        for old in self.path.parent.glob(f"{self.path.name}.*"):
+            if old.is_dir() and old.name != generation:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def restore(self, collector: Collector, device: torch.device) -> tuple[int, int] | None:
+        """Put the last checkpoint's sums into the collector: (samples, next batch), or None where there is none."""
+        index = self.path.with_suffix(".json")
+        if not index.is_file():
+            return None
+        raw = read_progress(index, "samples", "next")
+        generation = str(raw.get("folder"))
+        entries = read_entries(index, raw["sites"])
+        expected = {name: entry_of(sums, "") for name, sums in collector.sums.items()}
+        if not generation.startswith(self.path.name) or expected != {
+            n: replace(e, file="") for n, e in entries.items()
+        }:
+            raise _damaged(index)
+        for name, entry in entries.items():
+            sums = read_sums(file_in(self.path.with_name(generation), entry.file), entry)
+            sums.to(device if device.type != "mps" else torch.device("cpu"))
+            collector.sums[name] = sums
+        return int(raw["samples"]), int(raw["next"])
+
+
+def read_progress(file: Path, *counts: str) -> dict[str, Any]:
+    """What a run wrote about itself, with these whole numbers in it: it goes on with nothing that it did not write."""
+    raw = read_json(file)
+    if not isinstance(raw, dict) or not all(type(raw.get(name)) is int and raw[name] >= 0 for name in counts):
+        raise _damaged(file)
+    if not isinstance(raw.get("sites"), dict):
+        raise _damaged(file)
+    return raw
+
+
+def read_groups(file: Path, names: set[str]) -> list[list[str]]:
+    """Which sites each pass takes: all of `names`, each once."""
+    groups = read_json(file)
+    if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
+        raise _damaged(file)
+    every = [name for group in groups for name in group]
+    if not all(isinstance(name, str) for name in every) or sorted(every) != sorted(names):
+        raise _damaged(file)
+    return groups
+
+
+def _damaged(file: Path) -> StorageError:
+    return StorageError(f"{file} is not what a run leaves behind; --fresh starts over")
+
+
+def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> None:
+    """The folder of a run: a new one, or that of a killed run of the same command."""
+    record = partial / "run.json"
+    identity = json.loads(json.dumps(identity))
+    if partial.exists() and (fresh or not record.is_file()):  # without its record nobody knows what it is a run of
+        with lock_folder(partial, "rank-0"):
+            shutil.rmtree(partial, ignore_errors=True)
+    if record.is_file():
+        before = read_json(record)
+        if not isinstance(before, dict):
+            raise _damaged(record)
+        changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
+        if changed:
+            told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
+            raise StorageError(f"an unfinished run is there, of another command ({told}); --fresh starts over")
+        return
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(partial, error) from error
+    write_text(record, json.dumps(identity))
+
+
+def publish(partial: Path, out: Path) -> None:
+    """The finished run, less its scaffolding, under its own name.
+
+    The record of what it is a run of goes last: with it, a kill in here only means publishing again.
+    """
+    refuse_existing(out, overwrite=False)
+    try:
+        for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass*.json")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        for last in (*partial.glob(".lock-*"), partial / "run.json"):
+            last.unlink()
+        partial.rename(out)
+    except OSError as error:
+        raise cannot_write(out, error) from error

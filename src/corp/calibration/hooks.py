@@ -1,0 +1,275 @@
+"""Hooks on sites: while the dense model runs, add what passes by to the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from corp.calibration.grams import Grams
+from corp.calibration.masks import Masks, bound
+from corp.calibration.moments import Moments, shift_of
+from corp.calibration.multihead import averages, is_causal, padding, project
+from corp.calibration.pairs import PairSums
+from corp.calibration.site_sums import AnySums, SiteSums, Sums
+from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
+from corp.errors import StatisticsError
+from corp.numerics.rotary import rotate
+from corp.sites import AttentionSite, LinearSite, Site, ValueSite
+
+
+@dataclass
+class Cursor:
+    """Where in the data the forward pass under way is: set before each batch, read by the hooks."""
+
+    sample: int = 0  # index of the batch's first sample among all
+    held: bool = False  # is this batch kept apart?
+    size: int = 1  # samples in the batch
+
+
+@dataclass
+class Collector:
+    """The sums of a set of sites, and how many tokens of a sample each MLP takes (0: all).
+
+    Padding enters no sum. `causal`: of causal attentions only logits that exist are counted, up to blocks.
+    """
+
+    sites: list[Site]
+    tokens: dict[str, int]
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        self.cursor = Cursor()
+        self.masks = Masks()
+        self.sums: dict[str, AnySums] = {name: sums for site in self.sites for name, sums in _empty(site).items()}
+
+    def _current(self, name: str, kind: type[Sums]) -> Sums:
+        """The sums that the batch under way belongs to."""
+        sums = self.sums[name]
+        current = sums.held if self.cursor.held else sums.fit
+        assert isinstance(current, kind)
+        return current
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """While this context is open, every forward pass of `model` adds to the sums."""
+        with self.hooks(model) as handles:
+            for site in self.sites:
+                if isinstance(site, AttentionSite):
+                    handles += self.watch_queries(model, site)
+                else:
+                    handles.append(self._watch_input(model, site))
+                    handles += self._watch_stream(model, site)
+            yield
+
+    @contextmanager
+    def finding_shifts(self, model: nn.Module) -> Iterator[None]:
+        """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
+        with self.hooks(model) as handles:
+            for site in self.sites:
+                if not isinstance(site, AttentionSite):
+                    handles.append(self.before(model, site, self._set_shift(site.name)))
+            yield
+
+    @contextmanager
+    def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
+        """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
+        handles = self.masks.watch(model, self.sites)
+        with without_fast_path(), removing(handles):
+            yield handles
+
+    def _watch_input(self, model: nn.Module, site: LinearSite) -> RemovableHandle:
+        """The input of the linear that consumes an MLP's channels, or an attention's values, into their moments."""
+        name = site.name
+        tokens = self.tokens.get(name, 0)
+
+        def see(x: Tensor, mask: Tensor | None) -> None:
+            moments = self._current(name, Moments)
+            first = self.sums[name].fit
+            if moments.shift is None and isinstance(first, Moments) and first.shift is not None:
+                moments.shift = first.shift.clone()  # held-out sums about the fitted ones' shift, alone or with others
+            moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
+            _require_finite(moments, name)
+
+        return self.before(model, site, see)
+
+    def _watch_stream(self, model: nn.Module, site: LinearSite) -> list[RemovableHandle]:
+        """What comes out of the block that holds the layer, into which the layer's own output was added."""
+        name = block_of(site.down)
+        if name is None:
+            return []
+        either_way: Any = model.get_submodule(site.down).weight  # (out, in), or (in, out) of a Conv1D
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            stream = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
+                mask = self.masks.of(site.mask)
+                x = as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
+                self._current(site.name, Moments).see_stream(real_tokens(x, fitting(mask, x, site.mask)))
+
+        return [model.get_submodule(name).register_forward_hook(after)]
+
+    def _set_shift(self, name: str) -> Callable[[Tensor, Tensor | None], None]:
+        def see(x: Tensor, mask: Tensor | None) -> None:
+            sums: Any = self.sums[name]
+            sums.fit.shift = shift_of(real_tokens(x, mask))
+            sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
+
+        return see
+
+    def before(
+        self, model: nn.Module, site: LinearSite, see: Callable[[Tensor, Tensor | None], None]
+    ) -> RemovableHandle:
+        """Show the input of the linear as (B, n, D)."""
+        if isinstance(site, ValueSite) and site.v.bare:
+            return self._before_multihead(model, site, see)
+
+        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            mask = self.masks.of(site.mask)
+            x = as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
+            see(x, fitting(mask, x, site.mask))
+
+        return model.get_submodule(site.down).register_forward_pre_hook(hook)
+
+    def _before_multihead(
+        self, model: nn.Module, site: ValueSite, see: Callable[[Tensor, Tensor | None], None]
+    ) -> RemovableHandle:
+        module: Any = model.get_submodule(site.attention)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            z = averages(module, args, kwargs)
+            z = as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
+            see(z, padding(site.name, bound(module, args, kwargs), z)[0])
+
+        handle: RemovableHandle = module.register_forward_pre_hook(before, with_kwargs=True)
+        return handle
+
+    def watch_queries(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
+        """Queries and keys may come out of one projection or of two; the sums need both."""
+        if site.q.bare:
+            return self._watch_multihead(model, site)
+        seen: dict[str, Tensor] = {}
+        angles: list[tuple[Tensor, Tensor]] = []
+
+        def after(module: str, output: Tensor) -> None:
+            for side, rows in (("q", site.q), ("k", site.k)):
+                if rows.module == module:
+                    seen[side] = output[..., rows.index]
+            if len(seen) == 2:
+                q, k = as_batch(seen.pop("q")), as_batch(seen.pop("k"))
+                masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
+                self.add(site, q, k, *masks, bool(site.causal), *angles)
+
+        def hook(module: str) -> RemovableHandle:
+            return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
+
+        handles = [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
+        if rotary := site.rotary:
+            attention = model.get_submodule(site.name)
+
+            def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                angles[:] = [bound(attention, args, kwargs)[rotary.argument]]
+
+            handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
+        return handles
+
+    def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
+        """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""
+        module: Any = model.get_submodule(site.name)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = bound(module, args, kwargs)
+            query, key = call["query"], call["key"]
+            if query.dim() == 3 and not module.batch_first:
+                query, key = query.transpose(0, 1), key.transpose(0, 1)
+            q, k = (project(module, rows, as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
+            self.add(site, q, k, *padding(site.name, call, k), is_causal(call, q.shape[1], k.shape[1]))
+
+        return [module.register_forward_pre_hook(before, with_kwargs=True)]
+
+    def add(
+        self,
+        site: AttentionSite,
+        q: Tensor,
+        k: Tensor,
+        q_mask: Tensor | None,
+        k_mask: Tensor | None,
+        causal: bool,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        q_mask, k_mask = fitting(q_mask, q, site.q_mask), fitting(k_mask, k, site.k_mask)
+        masks: dict[str, Any] = {"q_mask": q_mask, "k_mask": k_mask, "causal": causal and self.causal}
+        if site.rotary and angles:
+            q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
+            turned = (turned_heads(x, site.rotary.dims, *angles) for x in (q, k))
+            pairs = self._current(site.name, PairSums)
+            pairs.update(*turned, scale=site.scale, mask=q_mask, causal=masks["causal"], window=site.window)
+            _require_finite(pairs, site.name)
+            q, k = (x[..., site.rotary.dims :].flatten(2) for x in (q, k))
+        if site.plain_width:
+            if site.groups < site.heads:
+                shared = site.heads // site.groups
+                k = k.unflatten(-1, (site.groups, -1)).repeat_interleave(shared, dim=2).flatten(2)
+            grams = self._current(site.plain_name, Grams)
+            grams.update(q, k, window=site.window, **masks)
+            _require_finite(grams, site.name)
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Inside, torch.nn's layers call their parts one by one, as hooks need it."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def removing(handles: list[RemovableHandle]) -> Iterator[None]:
+    """At the end the hooks are gone."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def block_of(layer: str) -> str | None:
+    """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2"), as repeated blocks are."""
+    parts = layer.split(".")
+    depth = max((i for i, part in enumerate(parts[:-1]) if part.isdigit()), default=None)
+    return None if depth is None else ".".join(parts[: depth + 1])
+
+
+def _empty(site: Site) -> dict[str, AnySums]:
+    """Empty sums of one site, by name: an attention has those of rotated and of other dimensions, if any."""
+    if not isinstance(site, AttentionSite):
+        return {site.name: SiteSums(Moments(site.inputs), Moments(site.inputs))}
+    sums: dict[str, AnySums] = {}
+    if site.rotary:
+        sums[site.name] = SiteSums(*(PairSums(site.heads, site.groups, site.rotary.dims) for _ in range(2)))
+    if site.plain_width:
+        sums[site.plain_name] = SiteSums(*(Grams(site.heads, site.plain_width) for _ in range(2)))
+    return sums
+
+
+def turned_heads(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads (B, n, H, d) -> (B, H, n, d), the first `dims` turned; in float32 at least, like the products to come."""
+    x = x.transpose(1, 2)
+    x = x if x.dtype == torch.float64 else x.float()
+    return torch.cat([rotate(x[..., :dims], cos[:, None].to(x), sin[:, None].to(x)), x[..., dims:]], -1)
+
+
+def _require_finite(sums: Moments | Grams | PairSums, name: str) -> None:
+    if not sums.finite:
+        raise StatisticsError(
+            f"NaN or Inf in the activations of site {name!r}; check the weights and the input, "
+            "or calibrate in float32 (half precision overflows above 65504)"
+        )

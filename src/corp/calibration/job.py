@@ -1,0 +1,280 @@
+"""The data pass: groups of sites that fit in memory, checkpoints, several workers. All but the mathematics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of, uncompiled
+from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
+from corp.calibration.hooks import Collector
+from corp.calibration.memory import HOLD_OUT_EVERY, free_bytes, human, passes
+from corp.calibration.offload import PLACES, offloaded
+from corp.calibration.site_sums import Entry
+from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
+from corp.calibration.workers import Workers
+from corp.errors import CorpError, DataError, StatisticsError
+from corp.files import lock_folder, refuse_existing, write_text
+from corp.sites import AttentionSite, Site
+
+# What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
+ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
+HOLD_OUT_AT = 4  # batches 4, 14, 24 … are not fitted on, but judged on
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to calibrate.
+
+    tokens               "auto" (enough for a stable fit), "all", or how many of every sample's
+    memory               bytes for the sums; None: what is free, with a margin
+    checkpoint_seconds   between checkpoints of a run with an output folder
+    fresh                start over instead of continuing a killed run
+    offload, device      keep the weights on "cpu" or "disk" while layers compute on this device
+    causal               count only logits that a causal mask lets through (in blocks); False counts all, as the paper
+    """
+
+    tokens: str | int = "auto"
+    memory: int | None = None
+    checkpoint_seconds: float = 120.0
+    fresh: bool = False
+    offload: str | None = None
+    device: str = "cpu"
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tokens not in ("auto", "all") and (not isinstance(self.tokens, int) or self.tokens < 1):
+            raise StatisticsError(f"tokens={self.tokens!r} is not 'auto', 'all' or a number of tokens per sample")
+        if self.offload not in (None, *PLACES):
+            raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
+
+
+@dataclass
+class Job:
+    """One calibration: the model, its sites, the data, and who else works on it."""
+
+    model: nn.Module
+    sites: list[Site]
+    batches: Iterable[Any]
+    settings: Settings
+    origin: dict[str, Any]
+    weights: str
+    forward: Forward | None = None
+    progress: Progress | None = None
+    announce: Callable[[str], None] | None = None
+    workers: Workers = field(default_factory=Workers)
+
+    def __post_init__(self) -> None:
+        first = next(self.model.parameters(), torch.empty(0))
+        self.device = first.device if self.settings.offload is None else torch.device(self.settings.device)
+        self.dtype = first.dtype
+        self.total = count_samples(self.batches)
+        if not self.settings.causal:
+            self.origin = {**self.origin, "causal": False}
+        self.inputs: Any = None
+        self.tokens = {s.name: self._tokens_of(s.inputs) for s in self.sites if not isinstance(s, AttentionSite)}
+
+    def _tokens_of(self, width: int) -> int:
+        """Tokens per sample where `width` channels are modelled; 0 takes all."""
+        if isinstance(self.settings.tokens, int):
+            return self.settings.tokens
+        return 0 if self.settings.tokens == "all" else enough_tokens(width, self.total)
+
+    def groups(self, record: Path | None = None) -> list[list[Site]]:
+        """Sites per pass over the data, said aloud when it takes more than one.
+
+        The first worker decides for all, and a continued run keeps to what was recorded: free memory differs from
+        worker to worker and from day to day.
+        """
+        decided: list[list[str]] = []
+
+        def decide() -> None:
+            if record is not None and record.is_file():
+                decided.extend(read_groups(record, {site.name for site in self.sites}))
+                return
+            budget = free_bytes(self.device) if self.settings.memory is None else self.settings.memory
+            groups = passes(self.sites, self.total, budget)
+            if len(groups) > 1 and self.announce:
+                self.announce(f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data")
+            decided.extend([site.name for site in group] for group in groups)
+            if record is not None:
+                write_text(record, json.dumps(decided))
+
+        self._on_first_worker(decide)
+        by_name = {site.name: site for site in self.sites}
+        return [[by_name[name] for name in group] for group in self.workers.gather(decided)[0]]
+
+    def run(self, out: Path | None) -> Statistics:
+        """All passes, with the weights where the settings want them."""
+        with ExitStack() as stack:
+            if self.settings.offload is not None:
+                stack.enter_context(offloaded(self.model, self.settings.offload, self.device))
+            return self.run_in_memory() if out is None else self.run_in_folder(out)
+
+    def run_in_memory(self) -> Statistics:
+        """All sums in memory: what fits in one pass."""
+        groups = self.groups()
+        if len(groups) > 1:
+            raise StatisticsError(
+                f"the sums need {len(groups)} passes within the memory allowed, and a folder to keep finished ones "
+                "in: pass out=... (or more memory)"
+            )
+        collector, samples = self._pass(groups[0], None)
+        sums = {name: self.workers.add_up(part) for name, part in collector.sums.items()}
+        return Statistics(sums, samples, self.weights, self.inputs, self.origin)
+
+    def run_in_folder(self, out: Path) -> Statistics:
+        """Finished sites go to disk; a killed run goes on where its last checkpoint was."""
+        partial = out.with_name(f".{out.name}.partial")
+
+        def prepare() -> None:
+            refuse_existing(out, overwrite=False)
+            prepare_folder(partial, self._identity(), fresh=self.settings.fresh)
+
+        self._on_first_worker(prepare)
+        with lock_folder(partial, f"rank-{self.workers.rank}"):
+            if not self.workers.gather((partial / MANIFEST).is_file())[0]:  # else it was killed when all was done
+                self._finish_all(partial)
+            self._on_first_worker(lambda: publish(partial, out))
+        return Statistics.load(out)
+
+    def _finish_all(self, partial: Path) -> None:
+        """Every pass, and the manifest, which says that there is nothing more to do."""
+        entries: dict[str, Entry] = {}
+        samples = 0
+        for number, group in enumerate(self.groups(partial / "passes.json")):
+            samples = self._finish_group(partial, number, group, entries)
+        if self.workers.rank == 0:
+            header = Statistics({}, samples, self.weights, self.inputs, self.origin)
+            write_manifest(partial, header, entries)
+
+    def _on_first_worker(self, action: Callable[[], None]) -> None:
+        """Rank 0 acts, the others wait; its failure is everybody's."""
+        if self.workers.world == 1:
+            action()
+            return
+        self.workers.agree(_problem(action) if self.workers.rank == 0 else None)
+
+    def _finish_group(self, partial: Path, number: int, group: list[Site], entries: dict[str, Entry]) -> int:
+        """The sums of one group, from an earlier run's files or from the data; returns the samples seen."""
+        done = partial / f"pass-{number}.json"
+        known = self.workers.gather(done.is_file())[0]
+        if known:
+            raw = read_progress(done, "samples")
+            entries.update(read_entries(done, raw["sites"]))
+            self.inputs = raw.get("inputs")
+            if self.progress:
+                self.progress(int(raw["samples"]))
+            return int(raw["samples"])
+        collector, samples = self._pass(
+            group, Checkpoint(partial, f"{number}-{self.workers.rank}", self.settings.checkpoint_seconds)
+        )
+        mine: dict[str, Entry] = {}
+        for name in list(collector.sums):
+            sums = self.workers.add_up(collector.sums.pop(name))
+            if self.workers.rank == 0:
+                mine[name] = write_site(partial, len(entries) + len(mine), sums)
+        if self.workers.rank == 0:
+            content = {"samples": samples, "inputs": self.inputs, "sites": {n: vars(e) for n, e in mine.items()}}
+            write_text(done, json.dumps(content))
+        entries.update(mine)
+        return samples
+
+    def _pass(self, group: list[Site], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
+        """One pass over the data for the sites of a group; an error on any worker is an error on all."""
+        collector = Collector(group, self.tokens, causal=self.settings.causal)
+        samples, problem = 0, None
+        try:
+            samples = self._feed(collector, checkpoint)
+        except CorpError as error:
+            if self.workers.world == 1:
+                raise
+            problem = str(error)
+        self.workers.agree(problem)
+        self.inputs = next((found for found in self.workers.gather(self.inputs) if found), None)  # shards may be empty
+        total = sum(self.workers.gather(samples))
+        if total == 0:
+            raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
+        for sums in collector.sums.values():
+            sums.to(torch.device("cpu"))
+        return collector, total
+
+    def _feed(self, collector: Collector, checkpoint: Checkpoint | None) -> int:
+        samples, first_batch = 0, 0
+        if checkpoint and (found := checkpoint.restore(collector, self.device)):
+            samples, first_batch = found
+            if self.progress:
+                self.progress(samples)
+
+        def wanted(index: int) -> bool:
+            return index >= first_batch and self.workers.takes(index)
+
+        with torch.no_grad():
+            self._share_shifts(collector, needed=first_batch == 0)
+            with collector.watching(self.model):
+                for index, start, batch in enumerate_batches(self.batches, wanted):
+                    collector.cursor.sample = start
+                    collector.cursor.held = index % HOLD_OUT_EVERY == HOLD_OUT_AT
+                    collector.cursor.size = count = size_of(batch)
+                    self._run(batch)
+                    samples += count
+                    if self.progress:
+                        self.progress(count)
+                    if checkpoint:
+                        checkpoint.maybe_write(collector, samples, index + 1)
+        return samples
+
+    def _share_shifts(self, collector: Collector, *, needed: bool) -> None:
+        """Workers that share the data share the shift of its first batch, so that their sums add without rounding."""
+        if self.workers.world == 1 or not needed:
+            return
+        for _, _, batch in enumerate_batches(self.batches, lambda i: i == 0):
+            collector.cursor.size = size_of(batch)
+            with collector.finding_shifts(self.model):
+                self._run(batch)
+            break
+
+    def _run(self, batch: Any) -> None:
+        moved = batch if self.forward is not None else move(batch, self.device, self.dtype)
+        if self.inputs is None and self.forward is None:
+            self.inputs = describe(moved)
+        with uncompiled():
+            run(self.model, moved, self.forward)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a killed run to be continued."""
+        tokens = self.settings.tokens
+        memory = "what is free" if self.settings.memory is None else self.settings.memory
+        return {
+            "weights": self.weights,
+            "tokens": tokens,
+            "causal": self.settings.causal,
+            "memory": memory,
+            "workers": self.workers.world,
+            "samples in the data": self.total,
+            "sites": [site.name for site in self.sites],
+            **self.origin,
+        }
+
+
+def enough_tokens(width: int, samples: int | None) -> int:
+    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0, all, if nobody knows."""
+    return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0
+
+
+def _problem(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except CorpError as error:
+        return str(error)
+    return None

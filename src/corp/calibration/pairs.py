@@ -1,0 +1,157 @@
+"""Second moments of a rotary attention's pair products, of all query heads: small sums that add, whatever the data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corp.calibration.moments import sum_device
+from corp.calibration.query_blocks import query_blocks, same_lengths
+from corp.errors import StatisticsError
+from corp.numerics.rotary import pair_moments
+
+# Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) do not exist. An entry is
+# folded at once and costs no memory, so there can be many.
+PAIR_BLOCKS = 32
+# Queries of a sample whose attention is looked at, spread evenly: each costs a product of all keys with themselves.
+LOOKED_AT = 64
+
+
+class PairSums:
+    """A (H, d, d) of numerics.rotary for `width` rotated dimensions, over all logits, and weighted by attention.
+
+    An error delta_mn of query m's logits changes its attention p_m. by a divergence KL of half the variance of
+    delta_m. under p_m., up to third order: what is constant along the row goes unnoticed, and so does what befalls keys
+    that get no attention. `weighted` sums that variance: its entries are single queries, with g_q = q_m q_m^T and for
+    g_k the covariance of the keys under p_m.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, width: int) -> None:
+        self.heads, self.kv_heads, self.width = heads, kv_heads, width
+        self.samples = 0
+        self.tokens = 0  # queries
+        self.raw = torch.zeros(heads, width, width, dtype=torch.float64)
+        self.weighted = torch.zeros(heads, width, width, dtype=torch.float64)
+
+    def update(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        scale: float,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        window: int | None = None,
+    ) -> None:
+        """Add samples with queries q (B, H, n, d) and keys k (B, K, n, d), their first `width` dimensions rotated.
+
+        `scale` is the softmax's; the mask (B, n) is True at real tokens.
+        """
+        q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
+        self.samples += len(q)
+        for q_part, k_part in same_lengths(q, k, mask):
+            self.tokens += q_part.shape[0] * q_part.shape[2]
+            turned = q_part[..., : self.width], k_part[..., : self.width]
+            for block in query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None))):
+                g_q = block.queries.mT @ block.queries
+                self.raw += self._added(pair_moments(g_q, self._repeated(block.key_gram)).sum(0))
+            self.weighted += self._added(self._attended(q_part, k_part, scale, causal, window))
+
+    def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
+        """(H, d, d): of the queries looked at, pair moments of q_m q_m^T and the covariance of the keys under p_m."""
+        every = self._repeated(k)
+        looked_at, hidden = looked_at_of(q.shape[2], causal, window)
+        asking = q[:, :, looked_at]  # (B, H, M, d)
+        attention = (scale * asking @ every.mT).masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
+        first, second = (half.contiguous() for half in every[..., : self.width].split(self.width // 2, -1))
+        sums = q.new_zeros(4, len(q), self.heads, self.width // 2, self.width // 2)
+        for m, query in enumerate(asking[..., : self.width].unbind(2)):
+            seen = (~hidden[m]).nonzero()
+            part = slice(int(seen[0]), int(seen[-1]) + 1)
+            _add_moments(sums, query, first[:, :, part], second[:, :, part], attention[:, :, m, part, None])
+        return _joined(sums.sum(1))
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """Keys, or their Grams, once for every query head that shares them."""
+        return x if self.heads == self.kv_heads else x.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
+    def _added(self, x: Tensor) -> Tensor:
+        return x.to(sum_device(x)).double().to(self.raw.device)
+
+    def group(self, g: int, *, weighted: bool) -> Tensor:
+        """(R, d, d): the query heads that share key head g."""
+        if self.samples == 0:
+            raise StatisticsError("no samples were seen at this site")
+        size = self.heads // self.kv_heads
+        return (self.weighted if weighted else self.raw)[g * size : (g + 1) * size]
+
+    def to(self, device: torch.device) -> None:
+        self.raw, self.weighted = self.raw.to(device), self.weighted.to(device)
+
+    @property
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.raw).all())
+
+    def __add__(self, other: PairSums) -> PairSums:
+        if (self.heads, self.kv_heads, self.width) != (other.heads, other.kv_heads, other.width):
+            raise StatisticsError(
+                f"pair sums of {self.heads} heads x {self.width} and of {other.heads} x {other.width} do not add"
+            )
+        both = PairSums(self.heads, self.kv_heads, self.width)
+        both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
+        both.raw, both.weighted = self.raw + other.raw, self.weighted + other.weighted
+        return both
+
+    def state(self) -> dict[str, Tensor]:
+        counts = torch.tensor([self.samples, self.tokens])
+        return {"counts": counts, "raw": self.raw, "weighted": self.weighted}
+
+    @classmethod
+    def from_state(cls, heads: int, kv_heads: int, width: int, state: dict[str, Tensor]) -> PairSums:
+        sums = cls(heads, kv_heads, width)
+        sums.samples, sums.tokens = (int(count) for count in state["counts"])
+        sums.raw, sums.weighted = state["raw"].double(), state["weighted"].double()
+        return sums
+
+    @staticmethod
+    def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
+        return {"counts": (2,), "raw": (heads, width, width), "weighted": (heads, width, width)}
+
+
+def looked_at_of(n: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    """Which queries (M,) of a sample of n tokens are looked at, and which keys (M, n) are hidden from them."""
+    looked_at = ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long()
+    back = looked_at[:, None] - torch.arange(n)
+    return looked_at, (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
+
+
+def _add_moments(sums: Tensor, query: Tensor, first: Tensor, second: Tensor, p: Tensor) -> None:
+    """Add those of one query (B, H, d) and the keys it sees, halves of whose pairs are (B, H, n, d / 2), under p.
+
+    In the complex z_j: Re and Im of z_i z_j, then of z_i conj(z_j). These take fewer passes than numerics.rotary's
+    pair_moments, and three of the four quarters of the keys' covariance.
+    """
+    weighted = p * first, p * second  # (B, H, n, d / 2)
+    means = [x.sum(2) for x in weighted]
+    k11 = weighted[0].mT @ first - _outer(means[0], means[0])
+    k21 = weighted[1].mT @ first - _outer(means[1], means[0])
+    k22 = weighted[1].mT @ second - _outer(means[1], means[1])
+    re, im = query.chunk(2, -1)
+    q11, q21, q22 = _outer(re, re), _outer(im, re), _outer(im, im)
+    for start, (a, b), (c, d) in (
+        (0, (q11 - q22, q21.mT + q21), (k11 - k22, k21.mT + k21)),
+        (2, (q11 + q22, q21 - q21.mT), (k11 + k22, k21 - k21.mT)),
+    ):
+        sums[start].addcmul_(a, c).addcmul_(b, d)
+        sums[start + 1].addcmul_(b, c).addcmul_(a, d, value=-1)
+
+
+def _joined(sums: Tensor) -> Tensor:
+    """(H, d, d) of x and y, from the four sums (4, H, d / 2, d / 2) of _add_moments."""
+    re, im, re_conj, im_conj = sums / 2
+    xx, yy, yx, xy = re_conj + re, re_conj - re, im + im_conj, im - im_conj
+    return torch.cat([torch.cat([xx, xy], -1), torch.cat([yx, yy], -1)], -2)
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    return x[..., :, None] * y[..., None, :]

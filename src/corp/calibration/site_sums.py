@@ -1,0 +1,143 @@
+"""The sums of one site, and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from corp.calibration.grams import Grams
+from corp.calibration.moments import Moments
+from corp.calibration.pairs import PairSums
+from corp.errors import StatisticsError
+from corp.files import write_tensors
+
+Sums = TypeVar("Sums", Moments, Grams, PairSums)
+AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"
+
+
+@dataclass
+class SiteSums(Generic[Sums]):
+    """The sums of one site, a share of the batches kept apart: what is fitted on `fit` is judged on `held`."""
+
+    fit: Sums
+    held: Sums
+
+    @property
+    def all(self) -> Sums:
+        return self.fit + self.held
+
+    def to(self, device: torch.device) -> None:
+        self.fit.to(device)
+        self.held.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything, flat: fit.* and held.*."""
+        parts = {"fit": self.fit, "held": self.held}
+        return {f"{part}.{name}": t for part, sums in parts.items() for name, t in sums.state().items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One site's line in a manifest: what its file must hold. An MLP has no heads, only rotary sums count key heads."""
+
+    width: int
+    heads: int
+    file: str
+    kv_heads: int = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        if self.heads == 0:
+            one = Moments.shapes(self.width)
+        else:
+            one = (PairSums if self.kv_heads else Grams).shapes(self.heads, self.width)
+        return {f"{part}.{name}": shape for part in ("fit", "held") for name, shape in one.items()}
+
+    def build(self, tensors: Mapping[str, Tensor]) -> AnySums:
+        fit, held = (
+            {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+            for name in ("fit", "held")
+        )
+        if self.heads == 0:
+            return SiteSums(*(Moments.from_state(self.width, part) for part in (fit, held)))
+        if self.kv_heads:
+            return SiteSums(*(PairSums.from_state(self.heads, self.kv_heads, self.width, part) for part in (fit, held)))
+        return SiteSums(*(Grams.from_state(self.heads, self.width, part) for part in (fit, held)))
+
+
+def added(first: AnySums, second: AnySums) -> AnySums:
+    """The sum of two sites' sums of the same kind."""
+    if type(first.fit) is not type(second.fit):
+        raise StatisticsError("sums of different kinds of sites do not add")
+    both: Any = (first.fit, second.fit), (first.held, second.held)
+    return SiteSums(*(a + b for a, b in both))
+
+
+def entry_of(sums: AnySums, file: str) -> Entry:
+    fit = sums.fit
+    heads = 0 if isinstance(fit, Moments) else fit.heads
+    return Entry(fit.width, heads, file, fit.kv_heads if isinstance(fit, PairSums) else 0)
+
+
+def write_sums(path: Path, sums: AnySums) -> None:
+    write_tensors(path, {name: tensor.detach().cpu().contiguous() for name, tensor in sums.tensors().items()})
+
+
+def read_sums(path: Path, entry: Entry) -> AnySums:
+    """Read one site's file, after its header was found to hold what the manifest promises."""
+    shapes = entry.shapes()
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            missing = {name for name in shapes if not name.endswith("kron")} - names
+            if missing or not names <= set(shapes):
+                raise StatisticsError(f"{path} does not hold the sums it should: {sorted(missing or names)[:3]}")
+            for name in names:
+                if not _fits(tuple(file.get_slice(name).get_shape()), shapes[name]):
+                    raise StatisticsError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise StatisticsError(f"{path} is damaged or missing: {error}") from error
+    for name, tensor in tensors.items():
+        if not _plausible(tensor, counts=name.endswith(".counts")):
+            raise StatisticsError(f"{path} is damaged: {name} ({tensor.dtype}) holds what no calibration leaves")
+    return entry.build(tensors)
+
+
+def _plausible(tensor: Tensor, *, counts: bool) -> bool:
+    """Counts are whole and not negative, sums are finite numbers."""
+    if counts:
+        return tensor.dtype == torch.int64 and bool((tensor >= 0).all())
+    return tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor).all())
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    """Equal; -1 takes any length, and a shift may be empty (no tokens seen)."""
+    if len(shape) != len(expected):
+        return False
+    return shape == (0,) or all(e in (-1, s) for s, e in zip(shape, expected, strict=True))
+
+
+class StoredSums(Mapping[str, AnySums]):
+    """Sums that stay in their folder: each is read when asked for, and forgotten when let go."""
+
+    def __init__(self, entries: Mapping[str, Entry], locate: Callable[[str], Path]) -> None:
+        self._entries, self._locate = dict(entries), locate
+
+    def __getitem__(self, name: str) -> AnySums:
+        entry = self._entries[name]
+        return read_sums(self._locate(entry.file), entry)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's own would read the file to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,0 +1,101 @@
+"""Several processes, one calibration: who takes which batch, and adding up what they found (torch.distributed)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from corp.calibration.site_sums import AnySums, added, entry_of
+from corp.errors import CorpError, StatisticsError
+
+
+class Workers:
+    """This process among `world` of them. One process alone is the case world = 1, and needs no torch.distributed."""
+
+    def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
+        self.rank, self.world, self._group = rank, world, group
+
+    def takes(self, batch: int) -> bool:
+        """Batches are dealt out in turn, so shards differ by one batch at most."""
+        return batch % self.world == self.rank
+
+    def agree(self, problem: str | None) -> None:
+        """Everybody learns whether anybody failed; then all raise the same error."""
+        if self.world == 1:
+            return
+        said: list[str | None] = [None] * self.world
+        dist.all_gather_object(said, problem, group=self._group)
+        failed = [f"worker {rank}: {text}" for rank, text in enumerate(said) if text]
+        if failed:
+            raise StatisticsError(f"calibration failed on {len(failed)} of {self.world} workers; {failed[0]}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """One small value from everybody, in order of rank."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return list(values)
+
+    def add_up(self, sums: AnySums) -> AnySums:
+        """The sum over all workers on rank 0 (added in order of rank, so always the same bits); others keep theirs."""
+        if self.world == 1:
+            return sums
+        if self.rank != 0:
+            self._send(sums)
+            return sums
+        entry = entry_of(sums, "")
+        for source in range(1, self.world):
+            sums = added(sums, entry.build(self._receive(source)))
+        return sums
+
+    def _send(self, sums: AnySums) -> None:
+        tensors = {name: t.cpu().contiguous() for name, t in sums.tensors().items()}
+        header = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+        dist.send_object_list([header], dst=0, group=self._group)
+        for tensor in tensors.values():
+            if tensor.numel():
+                dist.send(tensor, dst=0, group=self._group)
+
+    def _receive(self, source: int) -> dict[str, Tensor]:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, src=source, group=self._group)
+        tensors = {}
+        for name, shape, dtype in box[0]:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            if tensors[name].numel():
+                dist.recv(tensors[name], src=source, group=self._group)
+        return tensors
+
+
+def current() -> Workers:
+    """The workers of the process group that is up, or this process alone.
+
+    Sums are added on the host through gloo, whatever backend the user's own group has: they are few and float64.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Workers()
+    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    return Workers(dist.get_rank(), dist.get_world_size(), group)
+
+
+@contextmanager
+def launched() -> Iterator[Workers]:
+    """Join the group that torchrun describes in the environment; without torchrun, this process alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+        yield current()
+        return
+    try:
+        dist.init_process_group("gloo")
+    except (RuntimeError, ValueError) as error:
+        raise CorpError(f"the workers cannot reach each other: {error}") from error
+    try:
+        yield current()
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,211 @@
+"""Does a pruned model do what its weights say? Every pruned site is fed what the dense model feeds it, and measured.
+
+On the same batches sums are taken, and from those and the weights follows what each site must get wrong (verifying.py).
+Both ways must give the same number: one runs the narrowed modules, the other never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corp.adapters.registry import find_sites
+from corp.api import calibrate, fingerprint, match
+from corp.calibration.batches import Forward, evaluating, feed
+from corp.calibration.hooks import Collector
+from corp.calibration.job import Settings
+from corp.calibration.tokens import real_tokens
+from corp.errors import ModelError, PlanError
+from corp.evaluate.logits import Enough, LogitErrors, heads_at, heads_at_kernel
+from corp.numerics.affine import output_energy
+from corp.planning.plan import Plan, SitePlan
+from corp.sites import AttentionSite, LinearSite, MLPSite, Rows, Site, ValueSite, layers_of, projection_at, rows_of
+from corp.surgery.attention import Parts
+from corp.surgery.self_check import Finding, errors_in, narrowed_rows
+
+# A forward pass rounds at every step, not once: 1e-7 becomes some 1e-5 of the output, 1e-16 some 1e-10.
+ACCUMULATED = 0.65
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One site: its error by the plan, relative to its output, and on these batches by sums and as measured."""
+
+    planned: float  # of the calibration data
+    finding: Finding
+
+    @property
+    def expected(self) -> float:
+        return self.finding.planned / self.finding.energy if self.finding.energy else 0.0
+
+    @property
+    def measured(self) -> float:
+        return self.finding.found / self.finding.energy if self.finding.energy else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        numbers = {"planned": self.planned, "expected": self.expected, "measured": self.measured}
+        return {"site": self.finding.site, "kind": self.finding.kind, **numbers, "agrees": self.finding.agrees}
+
+
+def check(
+    dense: nn.Module,
+    pruned: nn.Module,
+    plan: Plan,
+    batches: Sequence[Any],
+    *,
+    forward: Forward | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Checked]:
+    """Every site that the plan narrowed; `dense` is changed along the way, and put back.
+
+    Each is narrowed alone, so that what the dense model feeds it is what the sums are of.
+    """
+    if plan.weights and fingerprint(dense) != plan.weights:
+        raise PlanError("the dense model has other weights than the one that was pruned; give that one")
+    sites = find_sites(dense)
+    stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
+    epsilon = torch.finfo(next(pruned.parameters()).dtype).eps ** ACCUMULATED
+    widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
+    checked = []
+    with evaluating(dense), evaluating(pruned), torch.no_grad():
+        for group in match(sites, plan):
+            for site, site_plan in group:
+                rows = narrowed_rows(pruned, sites, site, widths)
+                expected = errors_in(dense, pruned, site, rows, stats, plan, site_plan)
+                if expected is None:
+                    continue
+                narrow = _narrowed(site, rows)
+                with _alone(dense, pruned, site, narrow, site_plan) as swap:
+                    if isinstance(site, AttentionSite):
+                        errors = LogitErrors(site, site_plan, weighted=plan.recipe.rank == "exact")
+                        measured = _logit_error(dense, site, narrow, swap, errors, batches, forward)
+                        energy = errors.energy(stats)
+                    else:
+                        measured = _output_error(dense, pruned, site, narrow, swap, batches, forward)
+                        moments = stats.moments_of(site.name).all
+                        W = projection_at(dense, site.down).weight.cpu().double()
+                        energy = output_energy(W, moments.mean, moments.cov)
+                finding = Finding(site.name, site.kind, expected, measured, energy, epsilon)
+                checked.append(Checked(site_plan.relative_error, finding))
+            if progress:
+                progress(1)
+    return checked
+
+
+def require_equal(checked: Sequence[Checked]) -> None:
+    odd = [one for one in checked if not one.finding.agrees]
+    if odd:
+        first = odd[0]
+        raise ModelError(
+            f"{len(odd)} of {len(checked)} sites do not do what their weights say: {first.finding.site} should lose "
+            f"{first.expected:.3%} of its output here and loses {first.measured:.3%}; the model is damaged, or "
+            "something (a hook, a wrapper, another version of its library) changes what its modules compute"
+        )
+
+
+def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:
+    """The site as it is in the pruned model."""
+    if isinstance(site, MLPSite) or rows is None:
+        return site
+    return replace(site, v=rows["v"]) if isinstance(site, ValueSite) else replace(site, q=rows["q"], k=rows["k"])
+
+
+Swap: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_plan: SitePlan) -> Iterator[Swap]:
+    """What puts the narrowed modules of one site, and of no other, in the dense model's place for a while."""
+    new: dict[str, nn.Module] = {}
+    if isinstance(site, MLPSite):
+        new = {name: pruned.get_submodule(name) for name in layers_of(site)}
+    elif isinstance(site, AttentionSite) and isinstance(narrow, AttentionSite):
+        parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
+        if site.rotary:
+            parts["kept"] = torch.stack(site_plan.indices())
+        new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+    elif isinstance(site, ValueSite) and isinstance(narrow, ValueSite):
+        # The attention first: its output projection may be inside of it.
+        attention = site.build(dense.get_submodule(site.attention), v=rows_of(pruned, narrow.v))
+        new = {site.attention: attention, site.down: pruned.get_submodule(site.down)}
+
+    @contextmanager
+    def swap() -> Iterator[None]:
+        before = {name: dense.get_submodule(name) for name in new}
+        try:
+            for name, module in new.items():
+                dense.set_submodule(name, module)
+            yield
+        finally:
+            for name in new:
+                dense.set_submodule(name, before[name])
+
+    yield swap
+
+
+def _output_error(
+    dense: nn.Module,
+    pruned: nn.Module,
+    site: LinearSite,
+    narrow: Site,
+    swap: Swap,
+    batches: Iterable[Any],
+    forward: Forward | None,
+) -> float:
+    """E||y - y'||^2 over real tokens, y' being what the narrowed modules make of the dense model's own input."""
+    assert not isinstance(narrow, AttentionSite)
+    old, new = (projection_at(model, site.down) for model in (dense, pruned))
+    total, tokens = 0.0, 0
+    for batch in batches:
+        x = _inputs(dense, site, batch, forward)
+        with swap():
+            x_new = _inputs(dense, narrow, batch, forward)
+        y, y_new = (F.linear(part, *layer) for part, layer in ((x, old), (x_new, new)))
+        total += float((y.double() - y_new.double()).square().sum())
+        tokens += len(y)
+    return total / max(1, tokens)
+
+
+def _logit_error(
+    dense: nn.Module,
+    site: AttentionSite,
+    narrow: Site,
+    swap: Swap,
+    errors: LogitErrors,
+    batches: Iterable[Any],
+    forward: Forward | None,
+) -> float:
+    """The squared difference of all logits."""
+    assert isinstance(narrow, AttentionSite)
+    heads = heads_at_kernel if site.rotary else heads_at
+    for batch in batches:
+        once = partial(feed, dense, batch, forward)
+        before = heads_at(dense, site, once)
+        with swap():
+            errors.add(before, heads(dense, narrow, once))
+    return errors.total
+
+
+def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | None) -> Tensor:
+    """What goes into the site's second layer, real tokens only (N, D); the pass ends there."""
+    seen: list[Tensor] = []
+
+    def see(x: Tensor, mask: Tensor | None) -> None:
+        seen.append(real_tokens(x, mask))
+        raise Enough
+
+    collector = Collector([site], {})
+    with collector.hooks(model) as handles:
+        handles.append(collector.before(model, site, see))
+        with suppress(Enough):
+            feed(model, batch, forward)
+    if not seen:
+        raise ModelError(f"nothing passed {site.down}: these batches do not reach it")
+    return seen[0]

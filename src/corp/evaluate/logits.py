@@ -1,0 +1,151 @@
+"""Logits of a narrowed attention beside the dense one's, on data: the squared difference that the sums predict.
+
+Of dimensions that are not rotated, over all logits as calibration sums them. Of rotated ones the same, or where pairs
+were chosen by what attention notices, the variance of each row's difference under the dense attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.grams import Grams
+from corp.calibration.hooks import Collector, turned_heads
+from corp.calibration.pairs import PAIR_BLOCKS, looked_at_of
+from corp.calibration.query_blocks import query_blocks, same_lengths
+from corp.calibration.statistics import Statistics
+from corp.errors import ModelError
+from corp.numerics import rotary
+from corp.planning.plan import SitePlan
+from corp.recipe import SUBSPACE
+from corp.sites import AttentionSite
+
+
+class Enough(BaseException):
+    """Raised inside a forward pass once what was wanted has passed by; no error, so that no model takes it for one."""
+
+
+class Heads(NamedTuple):
+    """Queries (B, H, n, d) and keys (B, K, m, d) as their logits are made of them, and what of them counts."""
+
+    q: Tensor
+    k: Tensor
+    q_mask: Tensor | None = None
+    k_mask: Tensor | None = None
+    causal: bool = False
+
+
+class _Watcher(Collector):
+    """Takes queries and keys as calibration would, and stops."""
+
+    seen: Heads | None = None
+
+    def add(
+        self,
+        site: AttentionSite,
+        q: Tensor,
+        k: Tensor,
+        q_mask: Tensor | None,
+        k_mask: Tensor | None,
+        causal: bool,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
+        if site.rotary and angles:
+            q, k = (turned_heads(x, site.rotary.dims, *angles) for x in (q, k))
+        else:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        self.seen = Heads(q, k, q_mask, k_mask, causal)
+        raise Enough
+
+
+def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
+    """Of the attention that `site` points at, in one forward pass."""
+    watcher = _Watcher([site], {})
+    with watcher.hooks(model) as handles, suppress(Enough):
+        handles += watcher.watch_queries(model, site)
+        run()
+    if watcher.seen is None:
+        raise ModelError(f"nothing passed {site.name}: these batches do not reach it")
+    return watcher.seen
+
+
+def heads_at_kernel(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
+    """Of a narrowed rotary attention, which turns its heads itself: what it hands to the attention kernel."""
+    module: Any = model.get_submodule(site.attention)
+    seen: list[Heads] = []
+
+    def attend(q: Tensor, k: Tensor, *_: Any) -> None:
+        seen.append(Heads(q, k))
+        raise Enough
+
+    module._attend = attend  # in place of the class's method, which is back when this one is gone
+    try:
+        with suppress(Enough):
+            run()
+    finally:
+        del module._attend
+    return seen[0]
+
+
+class LogitErrors:
+    """The squared difference of the logits of all heads, summed over batches."""
+
+    def __init__(self, site: AttentionSite, site_plan: SitePlan, *, weighted: bool) -> None:
+        self.site, self.weighted, self.centred = site, weighted, site_plan.basis == SUBSPACE
+        self.turned = int((site_plan.indices()[0] < site.rotary_dims).sum())  # rotated dimensions that are kept
+        self.rotated = 0.0
+        self.plain = Grams(site.heads, site.plain_width + site_plan.keep - self.turned) if site.plain_width else None
+
+    def add(self, dense: Heads, narrow: Heads) -> None:
+        """The logits of (q, q') with (k, -k') are the differences."""
+        site, old, new = self.site, self.site.rotary_dims, self.turned
+        q = dense.q, narrow.q
+        k = [x.repeat_interleave(site.heads // site.groups, dim=1) for x in (dense.k, -narrow.k)]
+        if site.rotary:
+            self.rotated += self._rotated_error(q, k, dense)
+        if self.plain is not None:
+            joined = [torch.cat([x[0][..., old:], x[1][..., new:]], -1).transpose(1, 2).flatten(2) for x in (q, k)]
+            masks: dict[str, Any] = {"q_mask": dense.q_mask, "k_mask": dense.k_mask, "causal": dense.causal}
+            self.plain.update(*joined, window=site.window, **masks)
+
+    def _rotated_error(self, q: tuple[Tensor, ...], k: list[Tensor], dense: Heads) -> float:
+        site, total = self.site, 0.0
+        q_all, k_all = (torch.cat(x, -1).double() for x in (list(q), k))
+        for q_part, k_part in same_lengths(q_all, k_all, dense.q_mask):
+            (q_old, q_new), (k_old, k_new) = (x.tensor_split([site.width], -1) for x in (q_part, k_part))
+            asking = torch.cat([q_old[..., : site.rotary_dims], q_new[..., : self.turned]], -1)
+            asked = torch.cat([k_old[..., : site.rotary_dims], k_new[..., : self.turned]], -1)
+            if not self.weighted:
+                for block in query_blocks(asking, asked, *((PAIR_BLOCKS, site.window) if dense.causal else (1, None))):
+                    total += float((block.queries.mT @ block.queries * block.key_gram).sum())
+                continue
+            looked_at, hidden = looked_at_of(q_part.shape[2], dense.causal, site.window)
+            logits = site.scale * q_old[:, :, looked_at] @ k_old.mT
+            p = logits.masked_fill(hidden.to(logits.device), -torch.inf).softmax(-1)  # (B, H, M, n)
+            wrong = asking[:, :, looked_at] @ asked.mT
+            total += float(((p * wrong.square()).sum(-1) - (p * wrong).sum(-1).square()).sum())
+        return total
+
+    @property
+    def total(self) -> float:
+        return self.rotated + (0.0 if self.plain is None else _energy_of(self.plain, self.centred))
+
+    def energy(self, stats: Statistics) -> float:
+        """Of the dense model's logits, counted likewise."""
+        total = 0.0
+        if self.site.rotary:
+            pairs = stats.pairs_of(self.site.name).all
+            total += sum(rotary.logit_energy(A) for A in (pairs.weighted if self.weighted else pairs.raw))
+        if self.plain is not None:
+            total += _energy_of(stats.grams_of(self.site.plain_name).all, self.centred)
+        return total
+
+
+def _energy_of(grams: Grams, centred: bool) -> float:
+    """Of all logits; each row free to move by a constant where they are centred."""
+    return sum(float(grams.head(h, centred=centred).energy().sum()) for h in range(grams.heads))

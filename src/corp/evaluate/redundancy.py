@@ -1,0 +1,113 @@
+"""How redundant the sites of a model are: the paper's appendix A from statistics, without looking at data again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from corp.calibration.grams import Grams
+from corp.calibration.site_sums import SiteSums
+from corp.calibration.statistics import Statistics
+from corp.errors import StatisticsError
+from corp.numerics.redundancy import Redundancy, inactivity, redundancy
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites
+
+FOLDED = "the per-sample Grams were folded into their Kronecker sums; calibrate on at most {limit} samples to have it"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The redundancy of an MLP's hidden channels, of an attention's values, or of one head's queries or keys."""
+
+    site: str
+    what: str  # mlp, vo, q or k
+    head: int | None
+    dim: int
+    effective_rank: float
+    k95_channels: int
+    k95_eigenvalues: int
+    sparsity: float | None = None  # of activations; queries, keys and values have no zero to be near
+
+    @property
+    def rank_ratio(self) -> float:
+        return self.effective_rank / self.dim
+
+    def to_dict(self) -> dict[str, Any]:
+        ratios = {name: getattr(self, name) / self.dim for name in ("k95_channels", "k95_eigenvalues")}
+        return {**asdict(self), "rank_ratio": self.rank_ratio, **{f"{name}_ratio": r for name, r in ratios.items()}}
+
+
+@dataclass
+class Analysis:
+    """Rows for what is known; `unavailable` maps the other sites to the reason."""
+
+    rows: list[Row] = field(default_factory=list)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def of(self, *what: str) -> list[Row]:
+        return [row for row in self.rows if row.what in what]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": [row.to_dict() for row in self.rows], "unavailable": self.unavailable}
+
+
+def analyze(sites: Sites, stats: Statistics, progress: Callable[[int], None] | None = None) -> Analysis:
+    """One row per MLP and per attention's values, and two (queries, keys) per head of every attention."""
+    analysis = Analysis()
+    for site in sites:
+        if isinstance(site, AttentionSite):
+            _attention(site, stats, analysis)
+        else:
+            analysis.rows.append(_inputs(site, stats))
+        if progress:
+            progress(1)
+    return analysis
+
+
+def _inputs(site: LinearSite, stats: Statistics) -> Row:
+    moments = stats.moments_of(site.name).all
+    _require_width(site, site.inputs, moments.width)
+    sparsity = inactivity(moments.active_share) if isinstance(site, MLPSite) else None
+    return _row(site, site.kind, None, redundancy(moments.cov), sparsity)
+
+
+def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
+    if site.rotary:
+        into.unavailable[site.name] = "they are turned by their positions, and only products of pairs are kept"
+        return
+    sums = stats.grams_of(site.name)
+    _require_width(site, site.width, sums.fit.width)
+    means = _mean_grams(sums)
+    if means is None:
+        into.unavailable[site.name] = FOLDED.format(limit=sums.fit.fold_after)
+        return
+    for what, grams in zip(("q", "k"), means, strict=True):
+        into.rows += [_row(site, what, head, redundancy(gram)) for head, gram in enumerate(grams)]
+
+
+def _mean_grams(sums: SiteSums[Grams]) -> tuple[Tensor, Tensor] | None:
+    """Mean per-sample Grams of queries and keys, each (H, d, d); added here, as adding the sums may fold them."""
+    parts = [part.gram_sums() for part in (sums.fit, sums.held) if part.samples]
+    known = [part for part in parts if part is not None]
+    if not parts:
+        raise StatisticsError("no samples were seen at the attention sites; calibrate on some")
+    if len(known) < len(parts):
+        return None
+    samples = sums.fit.samples + sums.held.samples
+    q, k = (sum(side[1:], side[0]) / samples for side in zip(*known, strict=True))
+    return q, k
+
+
+def _row(site: Site, what: str, head: int | None, found: Redundancy, sparsity: float | None = None) -> Row:
+    return Row(site.name, what, head, *found, sparsity=sparsity)
+
+
+def _require_width(site: Site, here: int, width: int) -> None:
+    if here != width:
+        raise StatisticsError(
+            f"{site.name} is {here} wide in the model and {width} in the statistics; "
+            "they belong to another model: calibrate this one"
+        )

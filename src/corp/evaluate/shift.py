@@ -1,0 +1,232 @@
+"""What deployment data that differs from calibration data does to a plan: per site, from the sums of both.
+
+How far the moments are apart, and the exact error of the calibrated fit on the deployment's own sums. Beside it stands
+the bound of the paper's Propositions C.1.3 and C.2.3 in the form that has no unknown constants, step (i) of their
+proofs: with B, c, M the calibrated fits, starred ones the best on the deployment data,
+
+    MLP, values   2 J* + 2 ||W_P||_F^2 E||(B* - B) x_S + c* - c||^2
+    Q/K           2 J* + 2 ||G|| ||M* - M||_F^2                        ||G|| by its largest row sum
+
+(expectations and G over the deployment data). It is loose; the exact error is what to go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from corp import api
+from corp.adapters.registry import find_sites
+from corp.calibration.grams import Grams
+from corp.calibration.statistics import Statistics
+from corp.errors import StatisticsError
+from corp.numerics import affine, logit, rotary, subspace, values
+from corp.numerics.linalg import mean_diagonal, solve_vanishing
+from corp.planning.fitting import fit_head, fit_mlp, fit_turned, head_system, split
+from corp.planning.heads import HeadSums, fit_group
+from corp.planning.linear import Layer, choose_values, in_basis, layer_of
+from corp.planning.plan import Plan, SitePlan
+from corp.recipe import SUBSPACE, Recipe
+from corp.report.shifts import Shift, SiteShift
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
+
+
+class _Found(NamedTuple):
+    """Sums over the parts of a site: squared errors and energies, the errors not yet relative."""
+
+    calibrated: float
+    energy: float  # of calibration
+    deployed: float
+    best: float
+    bound: float | None
+    deployed_energy: float
+
+
+def measure_shift(
+    model: nn.Module,
+    stats: Statistics,
+    deployment: Statistics,
+    plan: Plan,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> Shift:
+    """Hold a plan that was made from `stats` against statistics of deployment data, of the same dense model."""
+    if deployment.weights != stats.weights or set(deployment.sums) != set(stats.sums):
+        raise StatisticsError("the deployment statistics are of another model; calibrate this one on deployment data")
+    found = []
+    for group in api.match(find_sites(model), plan):
+        for site, site_plan in group:
+            with at_site(site):
+                found.append(_site_shift(model, site, site_plan, stats, deployment, plan.recipe))
+            if progress:
+                progress(1)
+    return Shift((stats.samples, deployment.samples), tuple(found))
+
+
+def _site_shift(
+    model: nn.Module, site: Site, planned: SitePlan, stats: Statistics, deployment: Statistics, recipe: Recipe
+) -> SiteShift:
+    mean: float | None = None
+    if isinstance(site, AttentionSite):
+        sums, there = HeadSums.of(site, stats), HeadSums.of(site, deployment)
+        found, spread = _heads(site, planned, sums, there, recipe)
+    else:
+        down = projection_at(model, site.down)
+        here, there_ = (
+            layer_of(down, part.moments_of(site.name).all, planned.intercept) for part in (stats, deployment)
+        )
+        mean, spread = _apart(here, there_)
+        found = _linear(model, site, planned, stats, here, there_, recipe)
+    expected = (1 + planned.overfit) * _share(found.calibrated, found.energy)
+    deployed, best, bound = (
+        None if value is None else _share(value, found.deployed_energy)
+        for value in (found.deployed, found.best, found.bound)
+    )
+    return SiteShift(site.name, site.kind, mean, spread, expected, deployed or 0.0, best or 0.0, bound)
+
+
+def _apart(here: Layer, there: Layer) -> tuple[float, float]:
+    """Relative difference of the mean, and of the covariance, of the layer's output."""
+    W = here.W
+    energy = affine.output_energy(*here)
+    mean = float(torch.linalg.vector_norm(W @ (there.mean - here.mean))) / max(energy, _tiny()) ** 0.5
+    outputs = [W @ layer.cov @ W.mT for layer in (here, there)]
+    return mean, _relative(outputs[0], outputs[1])
+
+
+def _linear(
+    model: nn.Module,
+    site: LinearSite,
+    planned: SitePlan,
+    stats: Statistics,
+    here: Layer,
+    there: Layer,
+    recipe: Recipe,
+) -> _Found:
+    """An MLP or values: both are inputs of a linear layer."""
+    if isinstance(site, MLPSite):
+        (kept,) = planned.indices()
+    else:
+        moments = stats.moments_of(site.name).all
+        _, basis = choose_values(site, here.W, moments, planned.intercept, planned.keep, recipe)
+        kept = values.kept_inputs(planned.indices(), site.width, site.heads)
+        here, there = (in_basis(*layer, basis, site.heads) for layer in (here, there))
+    pruned = split(site.inputs, kept)
+    fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, planned.ridge)
+    best = affine.best_affine(there.mean, there.cov, kept, pruned)
+    J_star = affine.error(*there, kept, pruned, best)
+    size = there.W[:, pruned].square().sum()
+    return _Found(
+        affine.error(*here, kept, pruned, fit),
+        affine.output_energy(*here),
+        affine.error(*there, kept, pruned, fit),
+        J_star,
+        2 * J_star + 2 * float(size * _gap(fit, best, there, kept)),
+        affine.output_energy(*there),
+    )
+
+
+def _gap(fit: affine.Affine, best: affine.Affine, there: Layer, kept: Tensor) -> Tensor:
+    """E||(B* - B) x_S + c* - c||^2."""
+    B, c = best.B - fit.B, best.c - fit.c
+    spread = (B @ there.cov[kept[:, None], kept] * B).sum()
+    return spread + (B @ there.mean[kept] + c).square().sum()
+
+
+def _heads(
+    site: AttentionSite, planned: SitePlan, sums: HeadSums, there: HeadSums, recipe: Recipe
+) -> tuple[_Found, float]:
+    """All heads of an attention, and how far H of rotated and of other dimensions is from calibration's."""
+    found: list[_Found] = []
+    apart: list[tuple[Tensor, Tensor]] = []
+    shared, dims = site.heads // site.groups, site.rotary_dims
+    for g, kept in enumerate(planned.indices()):
+        heads = range(g * shared, (g + 1) * shared)
+        if sums.pairs is not None and there.pairs is not None:
+            both = [part.all.group(g, weighted=recipe.rank == "exact") for part in (sums.pairs, there.pairs)]
+            pairs = kept[kept < dims // 2]
+            for A_c, A_t in zip(*both, strict=True):
+                found.append(_pairs(A_c, A_t, pairs, planned.ridge, recipe))
+                apart.append((A_c, A_t))
+        if sums.grams is not None and there.grams is not None:
+            plain = kept[kept >= dims] - dims
+            grams = sums.grams.all, there.grams.all
+            centred = planned.basis == SUBSPACE
+            part = _subspaces if centred else _dimensions
+            found += part(grams, heads, plain, site.plain_width, planned.ridge, recipe)
+            apart += [
+                (grams[0].head(h, centred=centred).cross(), grams[1].head(h, centred=centred).cross()) for h in heads
+            ]
+    spread = [_relative(a / _trace(a), b / _trace(b)) for a, b in apart]
+    return _together(found), sum(spread) / len(spread)
+
+
+def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, ridge: float, recipe: Recipe) -> _Found:
+    """One rotary head."""
+    pruned = split(len(A_c) // 2, kept)
+    here, there = (rotary.pair_system(A, kept, pruned) for A in (A_c, A_t))
+    fit = fit_turned(here, recipe.compensate, ridge)
+    best = solve_vanishing(there.A, there.h[:, None], mean_diagonal(there.A))[:, 0]
+    J_star = rotary.error(there, best)
+    bound = 2 * J_star + 2 * _norm(there.A) * float((best - fit).square().sum())
+    energies = rotary.logit_energy(A_c), rotary.logit_energy(A_t)
+    return _Found(rotary.error(here, fit), energies[0], rotary.error(there, fit), J_star, bound, energies[1])
+
+
+def _dimensions(
+    grams: tuple[Grams, Grams], heads: Iterable[int], kept: Tensor, width: int, ridge: float, recipe: Recipe
+) -> list[_Found]:
+    found = []
+    for h in heads:
+        both = [part.head(h) for part in grams]
+        here, there = (head_system(head, kept, split(width, kept)) for head in both)
+        M, best = fit_head(here, recipe.compensate, ridge), logit.best_logit(there)
+        J_star = logit.error(there, best)
+        bound = 2 * J_star + 2 * _norm(there.G) * float((best - M).square().sum())
+        energies = [float(head.energy().sum()) for head in both]
+        found.append(_Found(logit.error(here, M), energies[0], logit.error(there, M), J_star, bound, energies[1]))
+    return found
+
+
+def _subspaces(
+    grams: tuple[Grams, Grams], heads: range, kept: Tensor, _width: int, ridge: float, recipe: Recipe
+) -> list[_Found]:
+    here, there = (fit_group(part, heads, len(kept), recipe.compensate, ridge) for part in grams)
+    found = []
+    for i, h in enumerate(heads):
+        both = [part.head(h, centred=True) for part in grams]
+        errors = [subspace.error(head, here.A[i], here.B) for head in both]
+        best = min(errors[1], subspace.error(both[1], there.A[i], there.B))
+        energies = [float(head.energy().sum()) for head in both]
+        found.append(_Found(errors[0], energies[0], errors[1], best, None, energies[1]))
+    return found
+
+
+def _together(found: list[_Found]) -> _Found:
+    calibrated, energy, deployed, best, _, there = (sum(part[i] or 0.0 for part in found) for i in range(6))
+    bounds = [part.bound for part in found if part.bound is not None]
+    return _Found(calibrated, energy, deployed, best, sum(bounds) if len(bounds) == len(found) else None, there)
+
+
+def _norm(G: Tensor) -> float:
+    """No smaller than the largest eigenvalue of a symmetric matrix."""
+    return float(G.abs().sum(1).max())
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(b - a)) / max(float(torch.linalg.matrix_norm(a)), _tiny())
+
+
+def _trace(H: Tensor) -> float:
+    return max(float(H.diagonal().sum()), _tiny())
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _tiny() -> float:
+    return torch.finfo(torch.float64).tiny

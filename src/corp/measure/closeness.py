@@ -1,0 +1,153 @@
+"""How close a pruned model stays to the dense one without labels, whatever the model's output is.
+
+Logits (a record's `logits`, or one row per sample) answer a question: closeness is how often the answer is the same
+(the class, the next token) and the KL divergence of the distributions. Any other output, hidden states or features,
+is pooled over tokens; closeness is then the mean cosine, and the squared error relative to the dense output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import Forward, evaluating, feed, inputs_of
+from corp.errors import DataError, ModelError
+from corp.measure.intervals import Interval, Mean, PerToken, wilson
+
+CHUNK = 1 << 24  # logits compared at a time: copies of all logits of a batch would not fit for a large vocabulary
+
+
+class Closeness:
+    """Sums over samples. `agreement` is what people ask for; `divergence` tells finer differences apart."""
+
+    def __init__(self) -> None:
+        self.same, self.apart = PerToken(), PerToken()  # of answers: of one per sample, or of one per token
+        self.cosine, self.error = Mean(), Mean()  # of features
+        self.single = True  # is there one answer per sample?
+
+    def add(self, output: Tensor, dense: Tensor, mask: Tensor | None, *, answers: bool) -> None:
+        """Outputs (B, K), (B, n, K), or (B, K, …) for answers at places; mask (B, n) is true at real tokens."""
+        if output.shape != dense.shape:
+            raise ModelError(f"outputs of shape {tuple(output.shape)} and {tuple(dense.shape)} cannot be compared")
+        if not answers:
+            x, y = (pooled(part, mask) for part in (output, dense))  # (B, C)
+            self.cosine.add(torch.cosine_similarity(x, y, dim=1))
+            norm = y.square().sum(1).clamp(min=torch.finfo(torch.float64).tiny)
+            self.error.add((x - y).square().sum(1) / norm)
+            return
+        q, p = (_flat(part) for part in (output, dense))  # (B, n, K)
+        real = torch.ones(q.shape[:2], dtype=torch.bool) if mask is None or mask.shape != q.shape[:2] else mask.bool()
+        self.single = self.single and q.shape[1] == 1
+        rows = real.nonzero()[:, 0].cpu()
+        chosen = real.to(q.device)
+        same, apart = _compare(q[chosen], p[chosen])
+        for total, values in ((self.same, same), (self.apart, apart)):
+            total.add(torch.zeros(len(q), dtype=torch.float64).index_add_(0, rows, values), real.sum(1))
+
+    def agreement(self) -> Interval:
+        """The share of equal answers, or the mean cosine, with its 95 % interval."""
+        if self.cosine.n:
+            return _within(self.cosine.interval(), -1.0)
+        if not self.same.tokens:
+            raise DataError("nothing was compared: the held-out batches are empty")
+        return wilson(round(self.same.total), self.same.tokens) if self.single else _within(self.same.interval(), 0.0)
+
+    def divergence(self) -> Interval:
+        """KL from the dense distribution in nats, or the relative squared error."""
+        return self.error.interval() if self.error.n else self.apart.interval()
+
+    @property
+    def what(self) -> str:
+        if self.cosine.n:
+            return "mean cosine to the dense output"
+        return "same class as the dense model" if self.single else "same next token as the dense model"
+
+
+class Reference:
+    """The dense model's outputs on some batches, kept, and other models compared with them."""
+
+    def __init__(self, dense: nn.Module, batches: Sequence[Any], forward: Forward | None = None) -> None:
+        self.batches, self.forward = batches, forward
+        self.features = getattr(dense, "num_classes", None) == 0  # timm's way of saying that there is no classifier
+        self.outputs = [self._output(dense, batch) for batch in batches]
+
+    def compare(self, model: nn.Module) -> Closeness:
+        found = Closeness()
+        for batch, (dense, answers) in zip(self.batches, self.outputs, strict=True):
+            output, _ = self._output(model, batch)
+            found.add(output, dense, mask_of(batch), answers=answers)
+        return found
+
+    def _output(self, model: nn.Module, batch: Any) -> tuple[Tensor, bool]:
+        with torch.no_grad(), evaluating(model):
+            output, answers = tensor_of(feed(model, batch, self.forward))
+        if not bool(torch.isfinite(output).all()):
+            raise ModelError(f"the model gives values that are not finite in {output.dtype}; try --dtype float32")
+        answers = answers and not self.features
+        if answers and output.shape[-1 if output.dim() < 4 else 1] == 1:
+            raise ModelError(
+                "the model gives one number per sample, so there are no answers to agree on; give a target"
+            )
+        return output.detach(), answers
+
+
+def tensor_of(output: Any) -> tuple[Tensor, bool]:
+    """What to compare of a model's output, and whether it is logits: a record's, or one row per sample."""
+    fields = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
+    logits = fields.get("logits")
+    if isinstance(logits, Tensor) and logits.dim() >= 2:
+        return logits, True
+    if isinstance(output, Tensor):
+        return output, output.dim() == 2
+    hidden = fields.get("last_hidden_state")
+    parts = [hidden, *(fields.values() if fields else output if isinstance(output, tuple | list) else [])]
+    for part in parts:
+        if isinstance(part, Tensor) and part.is_floating_point() and part.dim() >= 2:
+            return part, False
+    raise ModelError(
+        f"the model gives {type(output).__name__}, in which there is no tensor (samples, …) to compare; "
+        "pass forward=lambda model, batch: ... that returns one"
+    )
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """Which tokens of a batch are real, where it says so."""
+    batch = inputs_of(batch)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def pooled(output: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, C) in float64 on the host: the mean over real tokens of (B, n, C), anything else as one row per sample."""
+    wide = output.cpu().double()
+    if wide.dim() != 3:
+        return wide.flatten(1)
+    known = mask is not None and mask.shape == wide.shape[:2]
+    weight = mask.cpu().double()[:, :, None] if known and mask is not None else wide.new_ones(*wide.shape[:2], 1)
+    return (wide * weight).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def _flat(logits: Tensor) -> Tensor:
+    """(B, n, K): classes come last, except in maps (B, K, height, width)."""
+    if logits.dim() >= 4:
+        logits = logits.movedim(1, -1)
+    return logits.reshape(len(logits), -1, logits.shape[-1])
+
+
+def _compare(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of (N, K): is the largest the same, and KL from the dense distribution; in float64 on the host."""
+    same, apart = [], []
+    for q, p in zip(*(part.split(max(1, CHUNK // logits.shape[-1])) for part in (logits, dense)), strict=True):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        log_q, log_p = q.to(wide).log_softmax(1), p.to(wide).log_softmax(1)
+        same.append((log_q.argmax(1) == log_p.argmax(1)).cpu().double())
+        apart.append((log_p.exp() * (log_p - log_q)).sum(1).cpu().double())
+    return torch.cat(same), torch.cat(apart)
+
+
+def _within(interval: Interval, least: float) -> Interval:
+    value, low, high = interval
+    return Interval(value, low if low is None else max(least, low), high if high is None else min(1.0, high))

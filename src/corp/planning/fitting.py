@@ -1,0 +1,48 @@
+"""From a site's sums and a choice of what to keep to the compensation: the step that plan and apply share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from corp.calibration.head_grams import HeadGrams
+from corp.calibration.moments import Moments
+from corp.numerics import affine, logit, rotary
+
+
+def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
+    """Mean and covariance; without an intercept zero and the raw second moment, for which the same formulas hold."""
+    mean, cov = moments.mean, moments.cov
+    if intercept:
+        return mean, cov
+    return torch.zeros_like(mean), cov + torch.outer(mean, mean)
+
+
+def split(width: int, kept: Tensor) -> Tensor:
+    """The complement of `kept` in range(width)."""
+    pruned = torch.ones(width, dtype=torch.bool)
+    pruned[kept] = False
+    return pruned.nonzero().squeeze(1)
+
+
+def fit_mlp(mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, compensate: str, ridge: float) -> affine.Affine:
+    if compensate == "full":
+        return affine.fit_affine(mean, cov, kept, pruned, ridge=ridge)
+    return (affine.mean_only if compensate == "mean" else affine.nothing)(mean, kept, pruned)
+
+
+def head_system(grams: HeadGrams, kept: Tensor, pruned: Tensor) -> logit.LogitSystem:
+    return logit.logit_system(grams.kron_of(kept), grams.cross(), grams.energy(), kept, pruned)
+
+
+def fit_head(system: logit.LogitSystem, compensate: str, ridge: float) -> Tensor:
+    """M (S, S); logits have no bias, so "mean" is "none"."""
+    if compensate == "full":
+        return logit.fit_logit(system, ridge=ridge)
+    side = round(len(system.h) ** 0.5)
+    return system.G.new_zeros(side, side)
+
+
+def fit_turned(system: rotary.PairSystem, compensate: str, ridge: float) -> Tensor:
+    """(a, b) stacked (2S,) for the kept pairs of a rotary head."""
+    return rotary.fit_pairs(system, ridge=ridge) if compensate == "full" else torch.zeros_like(system.h)

@@ -1,0 +1,235 @@
+"""A plan: per site, what is kept and what that is predicted to cost. Small, readable JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corp.errors import PlanError
+from corp.files import read_json, write_text
+from corp.recipe import BASES, COORDINATES, KINDS, Recipe
+from corp.tables import text_table
+
+PLAN_VERSION = 2
+COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error", "error without compensation")
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Predicted cost of one group (an MLP, all values of an attention, or one head): see numerics.affine.Distortion.
+
+    MLP and values: expected squared output error per token. Head: squared logit error summed over the calibration
+    samples.
+    `energy` is the same norm of the full output, so J / energy is a relative error. `fit` and `held` are the shares
+    of what was removed that a fit without the held-out data leaves unexplained on its own data and on that; None
+    where nothing was held out or fitted.
+    """
+
+    J: float
+    J_star: float
+    J_uncomp: float
+    rho2: float
+    energy: float
+    fit: float | None = None
+    held: float | None = None
+
+    @property
+    def overfit(self) -> float:
+        """How much larger the error is on unseen data: 0.1 means ten percent."""
+        if not self.fit or self.held is None:
+            return 0.0
+        return max(0.0, self.held / self.fit - 1)
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What one site keeps. An MLP has one group of channels, an attention one group of dimensions per head.
+
+    In the basis "subspace" every head is turned first; what is kept are then the leading directions, numbered from 0.
+    Heads add up in the output projection, so that values have one cost for all of them.
+    """
+
+    name: str
+    kind: str
+    width: int  # channels of the dense MLP, or dimensions per dense head
+    requested: float
+    kept: tuple[tuple[int, ...], ...]
+    intercept: bool
+    costs: tuple[GroupCost, ...]
+    ridge: float = 1e-3  # of the fit
+    basis: str = COORDINATES
+
+    @property
+    def keep(self) -> int:
+        return len(self.kept[0])
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads have dimensions of their own; None for an MLP."""
+        return None if self.kind == "mlp" else len(self.kept)
+
+    @property
+    def achieved(self) -> float:
+        return 1 - self.keep / self.width
+
+    def row(self) -> tuple[str, ...]:
+        """One line of a table, under COLUMNS."""
+        heads = f"{self.heads} x " if self.heads else ""
+        shares = (f"{self.requested:.1%}", f"{self.achieved:.1%}")
+        errors = (f"{self.relative_error:.2%}", f"{self.relative_uncompensated:.2%}")
+        widths = (f"{heads}{self.width}", f"{heads}{self.keep}")
+        return self.name, self.kind, *widths, *shares, f"{self.rho2:.3f}", *errors
+
+    @property
+    def overfit(self) -> float:
+        """The groups' overfitting, weighted by what they lost."""
+        lost = sum(c.J_uncomp for c in self.costs)
+        return sum(c.overfit * c.J_uncomp for c in self.costs) / lost if lost > 0 else 0.0
+
+    def indices(self) -> list[Tensor]:
+        return [torch.tensor(group, dtype=torch.long) for group in self.kept]
+
+    @property
+    def relative_error(self) -> float:
+        """Predicted squared error as a share of the site's output energy."""
+        return _ratio(sum(c.J for c in self.costs), sum(c.energy for c in self.costs))
+
+    @property
+    def relative_uncompensated(self) -> float:
+        return _ratio(sum(c.J_uncomp for c in self.costs), sum(c.energy for c in self.costs))
+
+    @property
+    def rho2(self) -> float:
+        """Share of what was removed that the kept part can predict (heads weighted by what they lost)."""
+        lost = sum(c.J_uncomp for c in self.costs)
+        if len(self.costs) == 1 or lost == 0:
+            return min(c.rho2 for c in self.costs)
+        return sum(c.rho2 * c.J_uncomp for c in self.costs) / lost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The recipe and, for every site that changes, what it keeps.
+
+    `why` is the record of how widths were chosen, where a target left that open: how the budget was shared out, and
+    what was tried and measured. Nothing follows from it.
+    """
+
+    recipe: Recipe
+    sites: tuple[SitePlan, ...]
+    weights: str = ""  # fingerprint of the dense weights it was made for
+    samples: int = 0
+    why: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        sites = [{**asdict(s), "keep": s.keep, "achieved": s.achieved} for s in self.sites]
+        return {
+            "version": PLAN_VERSION,
+            "recipe": self.recipe.to_dict(),
+            "weights": self.weights,
+            "samples": self.samples,
+            "why": dict(self.why),
+            "sites": sites,
+        }
+
+    def save(self, path: str | Path) -> None:
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_dict(read_json(Path(path)))
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Plan:
+        """Parse and check: a plan may come from anybody."""
+        top = _object(raw, "the plan")
+        if top.get("version") != PLAN_VERSION:
+            raise PlanError(f"plan version {top.get('version')!r} is not {PLAN_VERSION}; make the plan again")
+        sites = top.get("sites")
+        if not isinstance(sites, list):
+            raise PlanError("the plan has no list of sites")
+        parsed = tuple(_site(entry, number) for number, entry in enumerate(sites))
+        if len({site.name for site in parsed}) != len(parsed):
+            raise PlanError("the plan names a site twice")
+        weights, samples = top.get("weights", ""), top.get("samples", 0)
+        if not isinstance(weights, str) or not _is_count(samples):
+            raise PlanError("the plan's 'weights' must be a string and 'samples' a whole number")
+        why = _object(top.get("why", {}), "the plan's 'why'")
+        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why)
+
+    def __str__(self) -> str:
+        if not self.sites:
+            return "nothing to prune: every site keeps its width"
+        return text_table(COLUMNS, [site.row() for site in self.sites])
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _object(raw: object, what: str) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise PlanError(f"{what} is not a JSON object")
+    return raw
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(raw: Mapping[str, Any], key: str, where: str) -> float:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PlanError(f"{where}: {key} is not a finite number")
+    return float(value)
+
+
+def _site(raw: object, number: int) -> SitePlan:
+    entry = _object(raw, f"site {number} of the plan")
+    name, kind, width = entry.get("name"), entry.get("kind"), entry.get("width")
+    where = f"site {name!r} of the plan"
+    if not isinstance(name, str) or kind not in KINDS or not _is_count(width):
+        raise PlanError(f"{where}: it needs a name, a kind ({' or '.join(KINDS)}) and a width")
+    groups, costs = entry.get("kept"), entry.get("costs")
+    if not isinstance(groups, list) or not groups or not isinstance(costs, list):
+        raise PlanError(f"{where}: 'kept' and 'costs' must be lists")
+    expected = len(groups) if kind == "attn" else 1
+    if len(costs) != expected or (kind == "mlp" and len(groups) != 1):
+        raise PlanError(f"{where}: {len(groups)} groups with {len(costs)} costs, where {expected} are expected")
+    kept = tuple(_indices(group, int(width or 0), where) for group in groups)
+    if len({len(group) for group in kept}) != 1:
+        raise PlanError(f"{where}: all heads must keep the same number of dimensions")
+    intercept = entry.get("intercept")
+    if not isinstance(intercept, bool):
+        raise PlanError(f"{where}: 'intercept' is not true or false")
+    basis = entry.get("basis", COORDINATES)
+    if basis not in BASES or (kind == "mlp" and basis != COORDINATES):
+        raise PlanError(f"{where}: the basis {basis!r} is unknown")
+    parsed = tuple(_cost(_object(cost, where), where) for cost in costs)
+    requested = _number(entry, "requested", where)
+    ridge = _number(entry, "ridge", where)
+    if ridge < 0:
+        raise PlanError(f"{where}: the ridge {ridge:g} is negative")
+    return SitePlan(name, str(kind), int(width or 0), requested, kept, intercept, parsed, ridge, str(basis))
+
+
+def _cost(raw: Mapping[str, Any], where: str) -> GroupCost:
+    numbers = {key: _number(raw, key, where) for key in ("J", "J_star", "J_uncomp", "rho2", "energy")}
+    optional = {key: _number(raw, key, where) for key in ("fit", "held") if raw.get(key) is not None}
+    return GroupCost(**numbers, **optional)
+
+
+def _indices(raw: object, width: int, where: str) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not raw or len(raw) > width or not all(_is_count(i) for i in raw):
+        raise PlanError(f"{where}: kept must be a list of 1 to {width} indices")
+    if any(a >= b for a, b in pairwise(raw)) or raw[-1] >= width:
+        raise PlanError(f"{where}: kept indices must ascend and stay below {width}")
+    return tuple(raw)

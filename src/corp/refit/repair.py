@@ -1,0 +1,257 @@
+"""Sequential fitting: the layers of a pruned model make up for the errors of those before them.
+
+Two streams go through the blocks side by side, the dense model's and the pruned one's. Behind every layer that adds to
+the stream the pruned one lags by a gap, in which are all errors so far, the layer's own too. The layer takes over the
+part of the gap that is linear in its input (numerics.refit); the next one sees what is left.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import Forward, enumerate_batches, move, placement, run, size_of, without_cache
+from corp.calibration.memory import free_bytes, human
+from corp.calibration.moments import shift_of
+from corp.errors import CorpWarning, DataError, PlanError
+from corp.numerics.affine import Folded
+from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
+from corp.recipe import Recipe
+from corp.refit.blocks import examine
+from corp.refit.gaps import TokenSums
+from corp.refit.readout import tokens_read
+from corp.refit.replay import Block, Passage, drive, meeting, record, refusal, watching
+from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
+from corp.surgery.folding import in_float64
+from corp.surgery.linear import refill
+
+SAMPLES, TOKENS = 256, 65_536  # that the streams hold where the recipe does not say: whichever is fewer
+HOLD_OUT_EVERY, HOLD_OUT_AT = 5, 2  # samples 2, 7, 12 … choose how far a layer is corrected
+STREAMS = 4  # hidden states held of every sample, beside the outputs of a block's sites
+READ = 0.5  # what tokens that the model's output is read from count, all together
+
+
+def settled(
+    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any], forward: Forward | None = None
+) -> Recipe:
+    """With sequential True or False, before long work: what cannot be had is refused, but "auto" gives way."""
+    if recipe.sequential is False:
+        return recipe
+    try:
+        require_sequential(model, sites, recipe, batches, forward)
+    except (PlanError, DataError):
+        if recipe.sequential is True:
+            raise
+        return recipe.at_once()
+    return replace(recipe, sequential=True)
+
+
+def require_sequential(
+    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any], forward: Forward | None = None
+) -> list[Block]:
+    """The model's blocks, from one batch; what cannot be fitted sequentially is refused here, before long work."""
+    if isinstance(batches, Iterator):
+        raise DataError("sequential fitting reads the data twice: give batches as a list or a loader, not an iterator")
+    device, dtype = placement(model)
+    first = next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
+    if first is None:
+        raise DataError("no calibration data: `batches` was empty")
+    batch = _moved(first, device, dtype, forward)
+    with without_cache(model):
+        blocks = examine(model, list(sites), lambda: run(model, batch, forward))
+        blocks = tokens_read(model, blocks, lambda: run(model, batch, forward))
+    _require_inside(sites, recipe, blocks)
+    return blocks
+
+
+def _require_inside(sites: Sites, recipe: Recipe, blocks: Sequence[Block]) -> None:
+    known = {site.name for block in blocks for site in block.sites}
+    for site in sites:
+        asked = recipe.has_target or recipe.sparsity(site.kind, site.name) > 0
+        if not isinstance(site, AttentionSite) and site.name not in known and asked and not recipe.skips(site.name):
+            raise refusal(f"{site.name} is not in a block that the data passes; or leave it alone with skip=[...]")
+
+
+def record_batches(
+    model: nn.Module,
+    sites: Sites,
+    batches: Iterable[Any],
+    blocks: Sequence[Block],
+    recipe: Recipe,
+    available: int,
+    forward: Forward | None = None,
+) -> list[Passage]:
+    """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
+    wanted = recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+    every = max(1, available // wanted)
+    device, dtype = placement(model)
+    passages: list[Passage] = []
+    seen = 0
+    for _, _, batch in enumerate_batches(batches, lambda index: index % every == 0):
+        moved = _moved(batch, device, dtype, forward)
+        with without_cache(model):
+            passage = record(model, list(sites), lambda moved=moved: run(model, moved, forward))  # type: ignore[misc]
+        if list(passage.calls) != [block.name for block in blocks]:
+            raise refusal("its blocks run in another order from batch to batch")
+        passage.first, passage.samples = seen, size_of(batch)
+        passages.append(passage)
+        if not seen:
+            _require_memory(passage, blocks, min(wanted, available) / passage.samples, device)
+        seen += passage.samples
+        if seen >= wanted:
+            break
+    return passages
+
+
+def _require_memory(passage: Passage, blocks: Sequence[Block], batches: float, device: torch.device) -> None:
+    outputs = max(len(block.sites) for block in blocks)
+    size = max(x.numel() * x.element_size() for x in passage.starts.values())
+    need, free = int(size * batches * (STREAMS + outputs)), free_bytes(device)
+    if need > free:
+        raise PlanError(
+            f"the hidden states of sequential fitting need {human(need)}, {human(free)} are free; "
+            "give it fewer samples with sequential_samples (--sequential-samples)"
+        )
+
+
+def _moved(batch: Any, device: torch.device, dtype: torch.dtype, forward: Forward | None) -> Any:
+    return batch if forward is not None else move(batch, device, dtype)
+
+
+@dataclass
+class Repair:
+    """The dense model, and the pruned one, which is changed in place; `corrected` says what was done to whom."""
+
+    dense: nn.Module
+    smaller: nn.Module
+    recipe: Recipe
+    corrected: dict[str, dict[str, float]] = field(default_factory=dict)
+    few: list[str] = field(default_factory=list)
+
+    def run(
+        self, blocks: Sequence[Block], passages: Sequence[Passage], progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Block after block, in the order of the data."""
+        dense: list[Tensor] = []
+        pruned: list[Tensor] = []
+        for block in blocks:
+            if block.starts:
+                dense = [passage.starts.pop(block.name) for passage in passages]
+                pruned = list(dense)
+            dense = self._correct_block(block, passages, dense, pruned)
+            if progress:
+                progress(1)
+        if self.few:
+            warnings.warn(
+                f"{self.few[0]} (of {len(self.few)}) was fitted sequentially on fewer tokens than twice its inputs; "
+                "give it more sequential_samples, and calibrate on more",
+                CorpWarning,
+                stacklevel=3,
+            )
+
+    def _correct_block(
+        self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
+    ) -> list[Tensor]:
+        """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
+        behind: list[Tensor] = []
+        targets: list[dict[str, Tensor]] = []
+        for passage, hidden in zip(passages, dense, strict=True):
+            with watching(self.dense, block.sites) as seen, meeting(self.dense, block.junctions) as met:
+                behind.append(drive(self.dense, block.name, passage.calls[block.name], hidden))
+            targets.append({**{name: one.y for name, one in seen.items()}, **met})
+        for number, site in enumerate(block.sites):
+            if not self.recipe.skips(site.name):
+                with at_site(site):
+                    parts = self._observe(block, number, passages, dense, pruned, targets)
+                    self._correct(site, block.scales[number], *parts)
+        for i, passage in enumerate(passages):
+            pruned[i] = drive(self.smaller, block.name, passage.calls[block.name], pruned[i])
+        return behind
+
+    def _observe(
+        self,
+        block: Block,
+        number: int,
+        passages: Sequence[Passage],
+        dense: Sequence[Tensor],
+        pruned: Sequence[Tensor],
+        targets: Sequence[dict[str, Tensor]],
+    ) -> tuple[TokenSums, TokenSums]:
+        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out."""
+        site = block.sites[number]
+        inputs = projection_at(self.smaller, site.down).weight.shape[1]
+        share = READ if block.read < block.tokens else 1.0
+        fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
+        for passage, ahead, hidden, target in zip(passages, dense, pruned, targets, strict=True):
+            own = block.junctions[number : number + 1]
+            with watching(self.smaller, block.sites, inputs=site.name) as seen, meeting(self.smaller, own) as met:
+                drive(self.smaller, block.name, passage.calls[block.name], hidden)
+            if own:
+                gap = _tokens(target[own[0]]) - _tokens(met[own[0]])
+            else:
+                gap = _tokens(ahead) - _tokens(hidden)
+                for one, scale in zip(block.sites[: number + 1], block.scales, strict=False):
+                    gap += scale.to(gap) * (_tokens(target[one.name]) - _tokens(seen[one.name].y))
+            x = seen[site.name].x
+            assert x is not None
+            x = x.reshape(-1, x.shape[-1])
+            if not passage.first:
+                fit.shift_by(shift_of(x))
+                held.shift_by(shift_of(x))
+            for sums, rows in zip((fit, held), _rows(block, passage, hidden), strict=True):
+                sums.update(x, gap, *rows)
+        return fit, held
+
+    def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> None:
+        """Add what the layer shall do beside; in units of the stream, to which its output is added scaled."""
+        layer = projection_at(self.smaller, site.down)
+        inputs, bias = layer.weight.shape[1], layer.bias is not None
+        fix = correction(fit, held, bias)
+        if fix is None:
+            return
+        if fit.n + held.n < 2 * inputs:
+            self.few.append(site.name)
+        W, b = in_float64(layer)
+        back = torch.where(scale == 0, 1.0, scale)
+        refill(self.smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
+        there = (fit + held).moments(bias)
+        self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
+
+
+def correction(fit: TokenSums, held: TokenSums, intercept: bool) -> Correction | None:
+    """What the layer shall add to its output: as much as the held-out samples say; None for nothing."""
+    both = fit + held
+    if not fit.n or not held.n or both.square == 0:
+        return None
+    ridge = choose_ridge(fit.moments(intercept), held.moments(intercept))
+    return None if ridge is None else fit_gap(both.moments(intercept), ridge)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(T, C), in float32 at least."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Which tokens of the stream, flattened, are fitted and which held out: those that are read, others; no padding."""
+    samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
+    number = passage.first + torch.arange(samples, device=hidden.device)
+    held = (number % HOLD_OUT_EVERY == HOLD_OUT_AT)[:, None].expand(samples, tokens)
+    masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
+    real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
+    if real.shape != held.shape:
+        raise PlanError(f"the mask has shape {tuple(real.shape)}, the hidden states {tuple(held.shape)}")
+    whole = block.read == block.tokens  # of texts, whose length differs from batch to batch
+    read = (torch.arange(tokens, device=hidden.device) < (tokens if whole else block.read)).expand(samples, tokens)
+
+    def rows(chosen: Tensor) -> Tensor:
+        return (chosen if block.batch_first else chosen.mT).reshape(-1)
+
+    return [(rows(part & read), rows(part & ~read)) for part in (real & ~held, real & held)]

@@ -1,0 +1,219 @@
+"""Blocks one by one: a forward pass of the whole model is recorded once, then any block can be run on another stream.
+
+A block is a numbered module, called with a hidden state and what comes with it (masks, positions). In a chain of blocks
+the hidden state is the output of the block before, itself and unchanged; so a block can be called again as the model
+called it, with another hidden state in its place. Whether a model is made like that is found out in anatomy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import evaluating
+from corp.calibration.hooks import block_of, removing, without_fast_path
+from corp.calibration.masks import Masks
+from corp.calibration.multihead import averages
+from corp.errors import PlanError
+from corp.sites import AttentionSite, LinearSite, Mask, Site, ValueSite
+
+CONSTANTS = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+
+Run: TypeAlias = Callable[[], Any]  # one forward pass of the whole model
+
+
+class Call(NamedTuple):
+    """How a block was called, and where in that the hidden state was."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    at: int | str
+
+    @property
+    def hidden(self) -> Tensor:
+        given: Tensor = self.args[self.at] if isinstance(self.at, int) else self.kwargs[self.at]
+        return given
+
+    def having(self, hidden: Tensor | None) -> Call:
+        """The same call with another hidden state, or none: records must not keep every one alive."""
+        if isinstance(self.at, int):
+            return self._replace(args=(*self.args[: self.at], hidden, *self.args[self.at + 1 :]))
+        return self._replace(kwargs={**self.kwargs, self.at: hidden})
+
+
+@dataclass
+class Passage:
+    """One batch on its way through the model: how every block was called, in order, and which tokens were real."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    starts: dict[str, Tensor] = field(default_factory=dict)  # hidden states that no block made
+    masks: dict[Mask, Tensor | None] = field(default_factory=dict)
+    first: int = 0  # index of its first sample among all
+    samples: int = 0
+    last: Tensor | None = None  # what the last block gave, while the model runs
+
+
+@dataclass(frozen=True)
+class Block:
+    """A numbered module, whose output is its input plus, times `scales` (o,), the outputs of its sites, in order.
+
+    Or a post-norm one: then every site has a junction, a norm that takes its output plus what came before, which is
+    the block's input or the junction before; the last one's output is the block's.
+    """
+
+    name: str
+    starts: bool  # a chain
+    sites: tuple[LinearSite, ...]
+    scales: tuple[Tensor, ...]
+    tokens: int  # rows of the stream per sample
+    batch_first: bool
+    read: int = 0  # so many of them, the first ones, the model's output is read from (reading.py)
+    ends: bool = False  # a chain
+    junctions: tuple[str, ...] = ()  # modules of a post-norm block
+
+
+def stream_of(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def drive(model: nn.Module, name: str, call: Call, hidden: Tensor) -> Tensor:
+    """The block's output, called as it was but with this hidden state."""
+    block, call = model.get_submodule(name), call.having(hidden)
+    with torch.no_grad(), evaluating(block), without_fast_path():
+        output: Tensor = stream_of(block(*call.args, **call.kwargs))
+    return output
+
+
+def record(
+    model: nn.Module,
+    sites: Sequence[Site],
+    run: Run,
+    change: Callable[[Tensor], Tensor] | None = None,
+    ends: dict[str, Tensor | None] | None = None,
+) -> Passage:
+    """Run the model once. `change` alters the hidden states that chains start with; `ends` takes blocks' outputs."""
+    passage, masks = Passage(), Masks()
+    handles = masks.watch(model, sites)
+
+    def watch(name: str) -> None:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = _call(name, args, kwargs, passage.last)
+            if name in passage.calls:
+                raise refusal(f"{name} runs more than once in a forward pass")
+            passage.calls[name] = call.having(None)
+            if call.hidden is passage.last:
+                return None
+            passage.starts[name] = call.hidden
+            return None if change is None else call.having(change(call.hidden))[:2]
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            passage.last = stream_of(output)
+            if ends is not None and name in ends:
+                ends[name] = passage.last
+
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+
+    for name in blocks_of(sites):
+        watch(name)
+    with torch.no_grad(), evaluating(model), without_fast_path(), removing(handles):
+        run()
+    passage.last = None
+    passage.masks = {where: masks.of(where) for site in sites if (where := getattr(site, "mask", None))}
+    return passage
+
+
+def blocks_of(sites: Sequence[Site]) -> list[str]:
+    """The numbered modules around the sites' layers."""
+    found = (block_of(inside(site)) for site in sites)
+    return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def inside(site: Site) -> str:
+    """A layer of the site, by which its block is found."""
+    return f"{site.name}.q" if isinstance(site, AttentionSite) else site.down
+
+
+def refusal(reason: str) -> PlanError:
+    return PlanError(f"this model cannot be fitted sequentially: {reason}. Leave out sequential=True (--sequential)")
+
+
+def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor | None) -> Call:
+    """Where the hidden state is: what the last block gave, else the first tensor of real numbers."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for _, value in given:
+        _require_constant(name, value)
+    tensors = [(at, x) for at, x in given if isinstance(x, Tensor) and x.is_floating_point()]
+    if not tensors:
+        raise refusal(f"{name} takes no hidden state")
+    at = next((at for at, x in tensors if x is last), tensors[0][0])
+    return Call(args, kwargs, at)
+
+
+def _require_constant(name: str, value: Any) -> None:
+    """What is passed along must be the same when the block is called again: no caches."""
+    if isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _require_constant(name, part)
+    elif not isinstance(value, CONSTANTS):
+        raise refusal(f"{name} is given a {type(value).__name__}, which may change with every call (no caches, please)")
+
+
+class Seen(NamedTuple):
+    """What went into a site's layer (None where nobody asked), and what came out."""
+
+    x: Tensor | None
+    y: Tensor
+
+
+@contextmanager
+def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") -> Iterator[dict[str, Seen]]:
+    """While open, what sites of `model` give, in the order in which they do, and the input of the one called so."""
+    seen: dict[str, Seen] = {}
+
+    def watch(site: LinearSite) -> Iterator[Any]:
+        wanted = site.name == inputs
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = None
+            if wanted:
+                x = averages(module, args, kwargs) if is_multihead(site) else args[0]
+            seen[site.name] = Seen(x, stream_of(output))
+
+        name = site.attention if isinstance(site, ValueSite) and is_multihead(site) else site.down
+        yield model.get_submodule(name).register_forward_hook(after, with_kwargs=True)
+
+    with removing([handle for site in sites for handle in watch(site)]):
+        yield seen
+
+
+@contextmanager
+def meeting(model: nn.Module, junctions: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """While open, what goes into these modules."""
+    met: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Any:
+        def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            met[name] = args[0]
+
+        return model.get_submodule(name).register_forward_pre_hook(before)
+
+    with removing([watch(name) for name in junctions]):
+        yield met
+
+
+def is_multihead(site: LinearSite) -> bool:
+    """nn.MultiheadAttention uses its output projection without calling it."""
+    return isinstance(site, ValueSite) and site.v.bare
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """The same, but for kernels that add in another order."""
+    tolerance = 0.1 * torch.finfo(a.dtype).eps ** 0.5
+    return a.shape == b.shape and bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(a))

@@ -1,0 +1,135 @@
+"""The profiles of a saved model that need no corp to load: `standard` and `compat`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from corp.adapters.registry import Library, adapter_named, find_sites, library_of
+from corp.api import history
+from corp.errors import StorageError
+from corp.measure.cost import count_params
+from corp.storage.export.check import largest_difference, precise, require_agreement
+from corp.storage.export.padding import pad
+from corp.storage.export.record import Exported, write_record
+from corp.storage.tying import assign
+
+STANDARD, COMPAT = "standard", "compat"
+Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]
+PROFILES = (STANDARD, COMPAT)
+LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what its format is called here
+
+
+def write_profile(
+    model: nn.Module,
+    base: dict[str, Any] | None,
+    folder: Path,
+    path: Path,
+    profile: str,
+    sources: list[str],
+    record: dict[str, Any],
+) -> Exported:
+    """Write the pruned `model` into `folder` for its own library, read it back with that, and compare.
+
+    `base` is how its dense architecture is rebuilt; `path` is what the folder will be called. Tokenizer and
+    preprocessing come from the first of `sources` that has them.
+    """
+    library, make = library_for(base)
+    identity: dict[str, Any] = (base or {})["identity"]
+    plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
+    if profile == STANDARD:
+        widths = {site.name: site.width for site in find_sites(model).mlp}
+        identity = library.resize(identity, widths, bool(biases))
+        said = {"mlp"}  # their config says the width: nothing to pad there
+        width = _one_head_width(model)
+        heads = None if width is None else library.resize_heads(identity, width)
+        if heads is not None:
+            identity, factor = heads
+            said |= {"attn", "vo"}
+        plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind not in said)) for plan in plans)
+    target = _build(make, identity, "cpu")
+    _refuse(set(biases) - set(target.state_dict()), library, profile)
+    assign(target, pad(model, _build(make, identity), plans))
+    _scale_queries(target, factor)
+    library.write(target.eval(), identity, folder)
+    difference = _check(model, library, identity, folder)
+    made = Exported(
+        LIBRARY_TARGETS[library.name],
+        profile,
+        library.name,
+        library.call(identity, str(path)),
+        (count_params(model), count_params(target)),
+        difference,
+        tuple(library.companions(sources, folder)),
+    )
+    # The folder may move: on record is its name alone.
+    name = path.resolve().name
+    write_record(folder, name, replace(made, load=library.call(identity, name)), record, history(model))
+    return made
+
+
+def _one_head_width(model: nn.Module) -> int | None:
+    """The width that queries, keys and values of all attentions have, if there is one.
+
+    Not in half precision: the library's own temperature is then made up for by a factor that rounds.
+    """
+    sites = find_sites(model)
+    widths = {site.width for site in sites.attention} | {site.width for site in sites.values}
+    whole = len(widths) == 1 and len(sites.attention) == len(sites.values)
+    narrowed = any(site.kind != "mlp" for plan in history(model) for site in plan.sites)
+    return widths.pop() if whole and narrowed and precise(model) == next(model.parameters()).dtype else None
+
+
+def _scale_queries(model: nn.Module, factor: float) -> None:
+    if factor == 1.0:
+        return
+    for site in find_sites(model).attention:
+        linear: Any = model.get_submodule(site.q.module)
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None:
+                parameter.data = parameter.data.clone()  # it is the pruned model's own
+                parameter.data[site.q.index] *= factor
+
+
+def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path) -> float:
+    reread = library.read(identity, folder, precise(model))
+    difference = largest_difference(model, reread, library.example(model))
+    require_agreement(difference, precise(model))
+    return difference
+
+
+def library_for(base: dict[str, Any] | None) -> tuple[Library, Make]:
+    """The library that the model is of, and how to build models of it."""
+    adapter = (base or {}).get("adapter")
+    library = library_of(str(adapter))
+    if base is None or library is None or not isinstance(base.get("identity"), dict):
+        what = "a model that cannot be rebuilt from its name or config" if base is None else f"models of {adapter}"
+        raise StorageError(f"the profiles standard and compat do not know {what}; save it as profile='compact'")
+    make = adapter_named(str(adapter)).rebuild
+    assert make is not None
+    return library, make
+
+
+def _build(make: Make, identity: dict[str, Any], device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        return make(identity)
+
+
+def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
+    """Parameters that the dense architecture has not: biases that compensation made."""
+    known = set(dense.state_dict())
+    return [name for name in model.state_dict() if name not in known]
+
+
+def _refuse(biases: set[str], library: Library, profile: str) -> None:
+    if biases:
+        other = " (the standard profile may hold it)" if profile == COMPAT else ""
+        raise StorageError(
+            f"compensation made {len(biases)} biases, such as {min(biases)}, which the model has no place for in "
+            f"{library.name}{other}; prune it again with intercept=False (--intercept no), or keep profile='compact'"
+        )

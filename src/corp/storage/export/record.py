@@ -1,0 +1,84 @@
+"""What an export is: how it is loaded, how far it is from the pruned model, and the files that say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corp import __version__
+from corp.planning.plan import Plan
+
+RECORD, CARD = "corp-export.json", "README.md"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: by whom it is loaded, and how far its outputs are from the pruned model's."""
+
+    target: str
+    profile: str | None  # of the targets that are a library's own
+    library: str
+    load: str  # the lines that load it
+    params: tuple[int, int]  # of the pruned model, and as written
+    difference: float | None  # the largest, relative to the largest output; None where it could not be checked
+    companions: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "profile": self.profile,
+            "library": self.library,
+            "load": self.load,
+            "params": {"pruned": self.params[0], "written": self.params[1]},
+            "difference": self.difference,
+            "companions": list(self.companions),
+        }
+
+
+def write_record(folder: Path, name: str, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
+    """corp-export.json for machines, and a model card; `name` is what the folder will be called."""
+    content = {"format": "corp-export", "version": 1, "corp": __version__, **made.to_dict(), **record}
+    content["plans"] = [plan.to_dict() for plan in plans]
+    (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / CARD).write_text(_card(name, made, plans), encoding="utf-8")
+
+
+def _card(name: str, made: Exported, plans: Sequence[Plan]) -> str:
+    recipe = ", ".join(f"{key}={value!r}" for key, value in plans[-1].recipe.to_dict().items() if value)
+    form = f"Profile `{made.profile}`" if made.profile else f"Form `{made.target}`"
+    return f"""---
+library_name: {made.library}
+tags: [pruned]
+---
+# {name}, pruned
+
+Made with corp {__version__} from {plans[-1].samples} unlabelled calibration samples, in closed form: no training, no
+labels. Recipe: {recipe}.
+
+{form}: it loads without corp. {_shape(made)}
+
+```python
+{made.load}
+```
+
+{_checked(made)}
+"""
+
+
+def _shape(made: Exported) -> str:
+    pruned, written = made.params
+    if pruned == written:
+        return f"It has {written:,} parameters, none of them padding."
+    return f"It holds {written:,} parameters, zeros where something was removed; {pruned:,} are the pruned model's own."
+
+
+def _checked(made: Exported) -> str:
+    if made.difference is None:
+        return f"Its outputs were not compared with the pruned model's: {made.library} was not installed."
+    return (
+        "Its outputs were compared with the pruned model's when it was written: the largest difference was\n"
+        f"{made.difference:.1e} of the largest output."
+    )

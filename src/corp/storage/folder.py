@@ -1,0 +1,269 @@
+"""Save and load pruned models: a folder of safetensors and JSON. No pickle, no hub, no code from files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from corp import __version__
+from corp.adapters.registry import adapter_named, adapters_for, library_of
+from corp.api import Result, history, set_history, shrink
+from corp.errors import CorpError, StorageError
+from corp.files import file_in, new_folder, read_json, refuse_existing, write_tensors
+from corp.planning.plan import Plan
+from corp.report.card import model_card
+from corp.report.html import Run, page
+from corp.storage.export import targets
+from corp.storage.export.profiles import COMPAT, STANDARD
+from corp.storage.export.record import Exported
+from corp.storage.tying import assign, tied_names
+
+FORMAT = "corp-model"
+FORMAT_VERSION = 1
+WEIGHTS, PLAN, MANIFEST, REPORT, CARD = "model.safetensors", "plan.json", "corp.json", "report.json", "README.md"
+PAGE = "report.html"
+COMPACT = "compact"
+PROFILES = (COMPACT, STANDARD, COMPAT)
+
+
+def save(
+    result: Result,
+    path: str | Path,
+    *,
+    profile: str = COMPACT,
+    overwrite: bool = False,
+    command: str | None = None,
+    companions: Sequence[str | Path] = (),
+) -> None:
+    """Write the pruned model into the folder `path`: weights, plan, recipe, base model, report and a model card.
+
+    The folder appears whole or not at all. A model that cannot be rebuilt from its name (a class of the
+    user's own, unusual arguments) is saved too; loading it then takes the dense model: load(path, base=...).
+    `command` is put on record as what made it. Tokenizer or preprocessing files are put beside a transformers model,
+    from the first place that has any: `companions` (folders or hub ids), then where the dense model was.
+
+    That is the profile "compact", which corp.load reads. The others need no corp: they are written by the model's own
+    library, read back with it and compared. "standard" says narrower MLPs in the config, and pads pruned queries
+    and keys with zeros; "compat" pads everything to the dense shapes.
+    """
+    if not isinstance(result, Result):
+        raise StorageError(f"corp.save takes the Result of prune or apply, not {type(result).__name__}")
+    check_profile(profile, PROFILES)
+    sources = _sources([str(place) for place in companions], result.model, result.origin)
+    if profile != COMPACT:
+        origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
+        base = _base(result)
+        chosen = targets.choose(base, None, profile)
+        with new_folder(Path(path), overwrite=overwrite) as folder:
+            targets.write(result.model, base, folder, Path(path), chosen, sources, origin)
+        return
+    manifest = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "corp": __version__,
+        "torch": torch.__version__,
+        "base": _base(result),
+        "recipe": result.plan.recipe.to_dict(),
+        "calibration": result.origin,
+        "command": command,
+        "earlier_plans": [plan.to_dict() for plan in history(result.model)[:-1]],
+    }
+    with new_folder(Path(path), overwrite=overwrite) as folder:
+        write_tensors(folder / WEIGHTS, _state(result.model), metadata={"format": "pt"})
+        _write(folder / MANIFEST, manifest)
+        _write(folder / REPORT, result.report.to_dict())
+        result.plan.save(folder / PLAN)
+        (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
+        name = Path(path).resolve().name
+        (folder / PAGE).write_text(page([Run(name, manifest, result.report)]), encoding="utf-8")
+        for library in filter(None, (library_of(adapter.name) for adapter in adapters_for(result.model))):
+            library.companions(sources, folder)
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    to: str | None = None,
+    profile: str | None = None,
+    overwrite: bool = False,
+    command: str | None = None,
+) -> Exported:
+    """Write the model of a compact folder in a form that needs no corp: for its own library (see save), ONNX or PT2.
+
+    `to` is "timm", "hf", "onnx" or "pt2"; by default the model's own library. `profile` goes with the first two.
+    """
+    folder = Path(source)
+    manifest = read_manifest(folder)
+    chosen = targets.choose(manifest["base"], to, profile)
+    refuse_existing(Path(out), overwrite=overwrite)
+    origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
+    origin["command"] = command
+    model = load(folder)
+    sources = _sources([str(folder)], model, manifest.get("calibration"))
+    with new_folder(Path(out), overwrite=overwrite) as new:
+        return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin)
+
+
+def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
+    """Where tokenizer and preprocessing may be: where one is told, or where the dense model was."""
+    origin = calibration.get("model") if isinstance(calibration, dict) else None
+    loaded_from = getattr(getattr(model, "config", None), "name_or_path", None)
+    return [*given, *(place for place in (origin, loaded_from) if isinstance(place, str) and place)]
+
+
+def check_profile(profile: str, known: tuple[str, ...]) -> None:
+    if profile not in known:
+        raise StorageError(f"profile {profile!r} is not one of {', '.join(known)}")
+
+
+def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
+    """The saved model, in eval mode on the CPU, with outputs bit-identical to those it had when saved.
+
+    `base` is the dense model (its weights do not matter), for models that cannot be rebuilt from their name.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    plans = read_plans(folder, manifest)
+    weights = file_in(folder, WEIGHTS)
+    if base is not None:
+        model = copy.deepcopy(base)
+    else:
+        with torch.device("meta"):  # shapes are checked before anything is allocated
+            model = rebuild(manifest["base"], folder)
+    _shrink_all(model, plans)
+    tensors = _read_tensors(weights, model)
+    if any(buffer.is_meta for name, buffer in model.named_buffers() if name not in tensors):
+        model = rebuild(manifest["base"], folder)  # buffers that are not saved have to be computed
+        _shrink_all(model, plans)
+    set_history(model, plans)
+    assign(model, tensors)
+    return model.eval()
+
+
+def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
+    """All plans that were applied, first to last; the last is the folder's own."""
+    earlier = manifest.get("earlier_plans", [])
+    if not isinstance(earlier, list):
+        raise StorageError(f"{folder / MANIFEST}: 'earlier_plans' is not a list")
+    return (*map(Plan.from_dict, earlier), Plan.load(file_in(folder, PLAN)))
+
+
+def _shrink_all(model: nn.Module, plans: tuple[Plan, ...]) -> None:
+    for plan in plans:
+        shrink(model, plan)
+
+
+def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:
+    """The dense architecture that the folder names, with whatever weights it is built with."""
+    if base is None:
+        raise StorageError(f"{folder} does not say how to build its dense model; pass it: corp.load(path, base=model)")
+    adapter = adapter_named(str(base.get("adapter")))
+    identity = base.get("identity")
+    if adapter.rebuild is None or not isinstance(identity, dict):
+        raise StorageError(f"{folder}: adapter {adapter.name!r} cannot rebuild it; pass corp.load(path, base=model)")
+    return adapter.rebuild(identity)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise StorageError(f"{folder} is not a folder that corp saved")
+    manifest = read_json(file_in(folder, MANIFEST))
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise StorageError(f"{folder / MANIFEST} does not describe a model saved by corp")
+    if manifest.get("version") != FORMAT_VERSION:
+        raise StorageError(
+            f"{folder} has format version {manifest.get('version')!r}, this corp reads {FORMAT_VERSION}; "
+            f"it was written by corp {manifest.get('corp')!r}"
+        )
+    if not isinstance(manifest.get("base"), dict | None):
+        raise StorageError(f"{folder / MANIFEST}: 'base' is not an object")
+    return manifest
+
+
+def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the file, after names, shapes and dtypes were found to be those of `model`; tied ones once."""
+    tied = tied_names(model)
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            for problem, odd in (("lacks", set(expected) - names), ("has unknown", names - set(expected))):
+                if odd:
+                    raise StorageError(f"{path} {problem} {len(odd)} tensor(s), such as {min(odd)!r}")
+            for name, tensor in expected.items():
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != tuple(tensor.shape):
+                    raise StorageError(f"{path}: {name} has shape {shape}, the model needs {tuple(tensor.shape)}")
+            # Copies: the file's memory is not aligned as torch aligns, and kernels then round differently.
+            tensors = {name: file.get_tensor(name).clone() for name in expected}
+    except SafetensorError as error:
+        raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            raise StorageError(f"{path}: {name} is {tensor.dtype}, the model needs a kind of {expected[name].dtype}")
+    return tensors
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, tied parameters once, with every tensor in memory of its own, as safetensors wants it."""
+    seen: set[int] = set()
+    state = {}
+    tied = tied_names(model)
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
+        shared = tensor.data_ptr() in seen
+        seen.add(tensor.data_ptr())
+        state[name] = tensor.detach().cpu().contiguous().clone() if shared else tensor.detach().cpu().contiguous()
+    return state
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _base(result: Result) -> dict[str, Any] | None:
+    """How to rebuild the dense architecture, if that reproduces this very model; else None."""
+    for adapter in adapters_for(result.model):
+        if adapter.identify is None or adapter.rebuild is None or adapter.find(result.model) is None:
+            continue
+        try:
+            identity = adapter.identify(result.model)
+            if identity is None:
+                continue
+            identity = json.loads(json.dumps(identity))  # as load will see it
+            with torch.device("meta"):
+                copy_ = adapter.rebuild(identity)
+            _shrink_all(copy_, history(result.model))
+        except (CorpError, TypeError):
+            continue
+        if structure(copy_) == structure(result.model):
+            return {"adapter": adapter.name, "identity": identity}
+    return None
+
+
+def structure(model: nn.Module) -> dict[str, Any]:
+    """Classes, shapes and plain attributes of all modules: equal structures with equal weights are equal functions."""
+    modules = {
+        name: (type(module).__qualname__, {k: v for k, v in vars(module).items() if _plain(k, v)})
+        for name, module in model.named_modules()
+    }
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    return {"modules": modules, "shapes": shapes, "tied": tied_names(model)}
+
+
+def _plain(name: str, value: object) -> bool:
+    # name_or_path is where a transformers model lay, not what it computes.
+    return (
+        name not in ("training", "name_or_path")
+        and not name.startswith("_")
+        and isinstance(value, int | float | str | tuple | None)
+    )

@@ -1,0 +1,210 @@
+"""Is the pruned model what the plan says? Errors worked out anew, from the weights that stand in the model.
+
+The plan predicts from its own fits; here nothing of them is used. From the narrowed weights and the dense ones follows
+what each site does to its input, and from that and the sums what it must get wrong. A fold that went wrong, a layer
+that was changed by someone else or a weight that did not survive a cast shows as a disagreement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from corp.adapters.registry import find_sites
+from corp.calibration.statistics import Statistics
+from corp.errors import ModelError
+from corp.numerics import rotary, subspace
+from corp.planning.fitting import split
+from corp.planning.plan import Plan, SitePlan
+from corp.recipe import SUBSPACE
+from corp.sites import (
+    AttentionSite,
+    LinearSite,
+    MLPSite,
+    Projection,
+    Rows,
+    Site,
+    Sites,
+    ValueSite,
+    projection_at,
+    rows_of,
+)
+from corp.surgery.folding import in_float64
+
+ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
+SLACK = 1e-6  # relative: the sums themselves are of float32 products
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One site's error as planned, and as its weights have it; `energy` is the scale of both."""
+
+    site: str
+    kind: str
+    planned: float
+    found: float
+    energy: float
+    epsilon: float
+
+    @property
+    def agrees(self) -> bool:
+        """Up to rounding: what r adds to an error J is at most 2 sqrt(J r) + r."""
+        r = (ROUNDING * self.epsilon) ** 2 * self.energy + SLACK**2 * self.energy
+        allowed = 2 * math.sqrt(self.planned * r) + r + SLACK * (self.planned + SLACK * self.energy)
+        return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
+
+
+def verify(dense: nn.Module, pruned: nn.Module, stats: Statistics, plan: Plan) -> list[Finding]:
+    """Every planned site whose narrowed weights are where corp's own modules keep them."""
+    sites = find_sites(dense)
+    epsilon = torch.finfo(next(pruned.parameters()).dtype).eps
+    widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
+    findings = []
+    for site_plan in plan.sites:
+        site = sites[site_plan.name]
+        found = errors_in(dense, pruned, site, narrowed_rows(pruned, sites, site, widths), stats, plan, site_plan)
+        if found is not None:
+            planned, energy = (sum(getattr(cost, name) for cost in site_plan.costs) for name in ("J", "energy"))
+            findings.append(Finding(site.name, site.kind, planned, found, energy, epsilon))
+    return findings
+
+
+def require_agreement(findings: Sequence[Finding]) -> None:
+    """Silence would be the worst fault: a model that is not what its plan says is not given out."""
+    odd = [finding for finding in findings if not finding.agrees]
+    if odd:
+        first = odd[0]
+        share = (value / first.energy if first.energy else 0.0 for value in (first.planned, first.found))
+        planned, found = (f"{value:.3%}" for value in share)
+        raise ModelError(
+            f"self-check: {first.site} ({first.kind}) should lose {planned} of its output by the plan, but with the "
+            f"weights that were made it loses {found}; {len(odd)} of {len(findings)} sites disagree. The model is not "
+            "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
+        )
+
+
+def errors_in(
+    dense: nn.Module,
+    pruned: nn.Module,
+    site: Site,
+    rows: dict[str, Rows] | None,
+    stats: Statistics,
+    plan: Plan,
+    site_plan: SitePlan,
+) -> float | None:
+    """The error of one site with the weights that stand in `pruned`, from the sums; None where they are not found."""
+    if isinstance(site, MLPSite):
+        kept = site_plan.indices()[0]
+        W_new, b_new = in_float64(projection_at(pruned, site.down))
+        whole = W_new.new_zeros(len(W_new), site.width).index_copy_(1, kept, W_new)
+        return _output_error(dense, site, whole, b_new, stats)
+    if rows is None:
+        return None
+    if isinstance(site, ValueSite):
+        T = _maps(rows_of(dense, site.v), rows_of(pruned, rows["v"]), site.groups)
+        each = [t for t in T for _ in range(site.heads // site.groups)]
+        W_new, b_new = in_float64(projection_at(pruned, site.down))
+        return _output_error(dense, site, W_new @ torch.block_diag(*each), b_new, stats)
+    return _logit_error(dense, pruned, site, rows, stats, plan, site_plan)
+
+
+def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
+    """E||W x + b - W' x - b'||^2, W' (o, D) being what the narrowed site does to all of its inputs."""
+    W, b = in_float64(projection_at(dense, site.down))
+    moments = stats.moments_of(site.name).all
+    D = W - W_new
+    return float(((D @ moments.cov) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
+
+
+def _logit_error(
+    dense: nn.Module,
+    pruned: nn.Module,
+    site: AttentionSite,
+    rows: dict[str, Rows],
+    stats: Statistics,
+    plan: Plan,
+    site_plan: SitePlan,
+) -> float:
+    """The squared error of the logits of all heads, rotated dimensions and others."""
+    shared, dims = site.heads // site.groups, site.rotary_dims
+    turned = int((site_plan.indices()[0] < dims).sum())
+    q, k = (
+        _heads(rows_of(dense, old), rows_of(pruned, rows[side]), count)
+        for side, old, count in (("q", site.q, site.heads), ("k", site.k, site.groups))
+    )
+    total = 0.0
+    grams = stats.grams_of(site.plain_name).all if site.plain_width else None
+    pairs = stats.pairs_of(site.name).all if site.rotary else None
+    for h in range(site.heads):
+        g = h // shared
+        if grams is not None:
+            A, B = (_map(*(x[part:] for x, part in zip(side, (dims, turned), strict=True))) for side in (q[h], k[g]))
+            total += subspace.error(grams.head(h, centred=site_plan.basis == SUBSPACE), A, B)
+        if pairs is not None:
+            A = _map(q[h][0][:dims], q[h][1][:turned])  # (turned, dims)
+            kept = site_plan.indices()[g][: turned // 2]
+            ab = _pair_factors(A, kept, dims)
+            moments = pairs.group(g, weighted=plan.recipe.rank == "exact")[h % shared]
+            total += rotary.error(rotary.pair_system(moments, kept, split(dims // 2, kept)), ab)
+    return total
+
+
+def _pair_factors(A: Tensor, kept: Tensor, dims: int) -> Tensor:
+    """(a, b) of pair_map, read off the map A (2S, d)."""
+    S, line = len(kept), torch.arange(len(kept))
+    return torch.cat([A[line, kept] - 1, A[:S][line, kept + dims // 2]])
+
+
+def narrowed_rows(pruned: nn.Module, sites: Sites, site: Site, widths: dict[str, int]) -> dict[str, Rows] | None:
+    """Where queries, keys and values of a narrowed attention are: in the order they had, one after the other."""
+    if isinstance(site, MLPSite):
+        return None
+    name = site.attention
+    queries = sites.get(name)
+    values = next((one for one in sites.values if one.attention == name), None)
+    parts: list[tuple[str, Rows, int]] = []
+    if isinstance(queries, AttentionSite):
+        keep = widths.get(name, queries.width)
+        parts += [("q", queries.q, queries.heads * keep), ("k", queries.k, queries.groups * keep)]
+    if values is not None:
+        parts.append(("v", values.v, values.groups * widths.get(values.name, values.width)))
+    found: dict[str, Rows] = {}
+    for module in dict.fromkeys(rows.module for _, rows, _ in parts):
+        start = 0
+        for letter, rows, height in sorted((p for p in parts if p[1].module == module), key=lambda p: p[1].start):
+            found[letter] = replace(rows, start=start, stop=start + height, runs=1, period=0)
+            start += height
+        known = {letter for letter, rows, _ in parts if rows.module == module}
+        if start != _height(pruned, found[next(iter(known))]) and "v" in known:
+            return None
+    return found
+
+
+def _height(model: nn.Module, rows: Rows) -> int:
+    whole = replace(rows, start=0, stop=2**40)
+    return len(rows_of(model, whole).weight)
+
+
+def _heads(old: Projection, new: Projection, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights and biases of every head, before and after, as rows (d, D + 1) and (e, D + 1)."""
+    before, after = (_rows(part).unflatten(0, (count, -1)) for part in (old, new))
+    return list(zip(before, after, strict=True))
+
+
+def _maps(old: Projection, new: Projection, count: int) -> list[Tensor]:
+    return [_map(before, after) for before, after in _heads(old, new, count)]
+
+
+def _map(before: Tensor, after: Tensor) -> Tensor:
+    """M (e, d) with M before = after."""
+    found: Tensor = torch.linalg.lstsq(before.mT, after.mT, driver="gelsd").solution
+    return found.mT
+
+
+def _rows(part: Projection) -> Tensor:
+    weight, bias = in_float64(part)
+    return torch.cat([weight, bias[:, None]], 1)

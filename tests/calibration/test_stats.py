@@ -1,0 +1,174 @@
+"""Sums against two-pass references, and that they add."""
+
+import pytest
+import torch
+
+from corp.calibration.grams import CAUSAL_BLOCKS, Grams
+from corp.calibration.moments import ACTIVE_EPS, Moments
+from corp.calibration.site_sums import Entry, StoredSums
+from corp.calibration.tokens import choose_tokens, real_tokens
+from corp.errors import StatisticsError
+
+
+def moments_of(*parts: torch.Tensor) -> Moments:
+    moments = Moments(parts[0].shape[1])
+    for part in parts:
+        moments.update(part)
+    return moments
+
+
+def assert_two_pass(moments: Moments, x: torch.Tensor, rtol: float) -> None:
+    x = x.double()
+    centred = x - x.mean(0)
+    cov = centred.T @ centred / len(x)
+    torch.testing.assert_close(moments.mean, x.mean(0), rtol=rtol, atol=rtol * float(x.abs().max()))
+    torch.testing.assert_close(moments.cov, cov, rtol=rtol, atol=rtol * float(cov.abs().max()))
+    torch.testing.assert_close(moments.energy, x.square().mean(0), rtol=max(rtol, 1e-7), atol=0)
+    torch.testing.assert_close(moments.active_share, (x.abs() > ACTIVE_EPS).double().mean(0))
+
+
+def test_streamed_moments_equal_two_passes() -> None:
+    x = torch.randn(500, 1100, dtype=torch.float64).cumsum(1) / 10  # wider than two blocks, correlated
+    moments = moments_of(x[:100], x[100:101], x[101:])
+    assert_two_pass(moments, x, 1e-10)
+    assert float(torch.linalg.eigvalsh(moments.cov).min()) > -1e-9
+
+
+def test_a_large_mean_does_not_drown_a_small_variance() -> None:
+    x = (1e4 + 1e-1 * torch.randn(4000, 8)).float()
+    assert_two_pass(moments_of(*x.split(500)), x, 1e-4)
+
+
+def test_moments_add_whatever_their_shifts() -> None:
+    x, y = torch.randn(300, 5, dtype=torch.float64), 100 + torch.randn(200, 5, dtype=torch.float64)
+    assert_two_pass(moments_of(x) + moments_of(y), torch.cat([x, y]), 1e-10)
+    assert_two_pass(moments_of(y) + Moments(5), y, 1e-10)
+
+
+def test_moments_of_unequal_widths_do_not_add() -> None:
+    with pytest.raises(StatisticsError, match="5 and of 6"):
+        _ = Moments(5) + Moments(6)
+
+
+def test_grams_add_single_and_folded() -> None:
+    q, k = torch.randn(2, 6, 4, 2 * 3, dtype=torch.float64)
+    whole, first, second, folded = Grams(2, 3), Grams(2, 3), Grams(2, 3), Grams(2, 3)
+    whole.update(q, k)
+    first.update(q[:2], k[:2])
+    second.update(q[2:], k[2:])
+    folded.update(q[2:], k[2:])
+    folded.fold()
+    for both in (first + second, first + folded, folded + first):
+        assert both.samples == 6
+        for h in range(2):
+            torch.testing.assert_close(both.head(h).cross(), whole.head(h).cross())
+            torch.testing.assert_close(both.head(h).energy(), whole.head(h).energy())
+            torch.testing.assert_close(both.head(h, centred=True).cross(), whole.head(h, centred=True).cross())
+
+
+def test_many_samples_are_folded_into_one_sum() -> None:
+    grams = Grams(1, 3)
+    q, k = torch.randn(2, 300, 4, 3, dtype=torch.float64)
+    for i in range(300):
+        grams.update(q[i : i + 1], k[i : i + 1])
+    assert grams.kron is not None
+    expected = sum((q[b].T @ q[b]) @ (k[b].T @ k[b]) for b in range(300))
+    torch.testing.assert_close(grams.head(0).cross(), expected)
+
+
+def test_empty_sums_say_so() -> None:
+    with pytest.raises(StatisticsError, match="no tokens"):
+        _ = Moments(3).mean
+    with pytest.raises(StatisticsError, match="no samples"):
+        Grams(1, 3).head(0)
+
+
+# Masks and causality, against sums written out sample by sample.
+
+
+def padded(lengths: list[int], width: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens (B, n, D) with garbage in the padding, and the mask of the real ones."""
+    n = max(lengths)
+    mask = torch.stack([(torch.arange(n) < k) if side == "right" else (torch.arange(n) >= n - k) for k in lengths])
+    x = torch.randn(len(lengths), n, width, dtype=torch.float64)
+    return x.masked_fill(~mask[..., None], 1e6), mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 4)])
+@pytest.mark.parametrize("folded", [False, True])
+def test_grams_are_sums_over_the_queries_and_keys_that_exist(
+    side: str, causal: bool, window: int | None, folded: bool
+) -> None:
+    heads, d, lengths = 2, 3, [11, 1, 5, 11, 20]
+    (q, mask), (k, _) = padded(lengths, heads * d, side), padded(lengths, heads * d, side)
+    grams = Grams(heads, d)
+    grams.update(q, k, q_mask=mask, k_mask=mask, causal=causal, window=window)
+    if folded:
+        grams.fold()
+    E, H = torch.zeros(heads, d, d, dtype=torch.float64), torch.zeros(heads, d, d, dtype=torch.float64)
+    kron, centred = torch.zeros(2, heads, d, d, d, d, dtype=torch.float64)
+    entries = 0
+    for b, length in enumerate(lengths):
+        Q, K = (x[b][mask[b]].reshape(length, heads, d) for x in (q, k))
+        blocks = torch.arange(length).tensor_split(min(CAUSAL_BLOCKS, length)) if causal else [torch.arange(length)]
+        for block in blocks:
+            entries += 1
+            first = 0 if window is None else max(0, int(block[0]) - window + 1)
+            seen = K[first : int(block[-1]) + 1]
+            for h in range(heads):
+                g_q, g_k = Q[block, h].T @ Q[block, h], seen[:, h].T @ seen[:, h]
+                E[h] += g_q * g_k
+                H[h] += g_q @ g_k
+                kron[h] += torch.einsum("ij,kl->ijkl", g_k, g_q)
+                about_mean = seen[:, h] - seen[:, h].mean(0)
+                centred[h] += torch.einsum("ij,kl->ijkl", about_mean.T @ about_mean, g_q)
+    assert (grams.samples, grams.entries, grams.tokens) == (5, entries, sum(lengths))
+    index = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
+    for h in range(heads):
+        head = grams.head(h)
+        torch.testing.assert_close(head.energy(), E[h])
+        torch.testing.assert_close(head.cross(), H[h])
+        for whole, part in ((kron, head), (centred, grams.head(h, centred=True))):
+            packed = torch.stack([torch.stack([whole[h][*i, *j] for j in index]) for i in index])
+            torch.testing.assert_close(part.kron_of(torch.arange(d)), packed)
+
+
+def test_the_blocks_of_a_causal_sample_cover_every_visible_pair_once() -> None:
+    """With as many blocks as tokens the energy is that of the causal logits; blocks lie between that and all."""
+    q, k = torch.randn(2, 1, CAUSAL_BLOCKS, 3, dtype=torch.float64)
+    grams = Grams(1, 3)
+    grams.update(q, k, causal=True)
+    logits = q[0] @ k[0].T
+    torch.testing.assert_close(grams.head(0).energy().sum(), logits.tril().square().sum())
+
+
+def test_sums_of_keys_and_their_number_are_kept_per_entry() -> None:
+    (q, mask), (k, _) = padded([4, 9], 3, "right"), padded([4, 9], 3, "right")
+    grams = Grams(1, 3)
+    grams.update(q, k, q_mask=mask, k_mask=mask)
+    state = grams.state()
+    assert state["keys"].tolist() == [4, 9]
+    torch.testing.assert_close(state["key_sum"][1, 0], k[1, :9].sum(0))
+    again = Grams.from_state(1, 3, state)
+    assert (again.samples, again.entries, again.tokens) == (2, 2, 13)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_are_chosen_among_the_real_ones_whatever_the_padding(side: str) -> None:
+    lengths = [30, 4, 17, 9]
+    x, mask = padded(lengths, 2, side)
+    chosen = choose_tokens(x, 7, 100, mask)
+    alone = [x[b][mask[b]][None] for b in range(4)]
+    parts = [choose_tokens(sample, 7, 100 + b) for b, sample in enumerate(alone)]
+    expected = torch.cat([sample[0] if part is None else part for part, sample in zip(parts, alone, strict=True)])
+    assert torch.equal(chosen, expected)
+    assert len(chosen) == 7 + 4 + 7 + 7
+    assert choose_tokens(x, 30, 100, mask) is None
+    assert torch.equal(real_tokens(x, mask), torch.cat([sample[0] for sample in alone]))
+
+
+def test_asking_for_a_name_reads_no_file() -> None:
+    stored = StoredSums({"mlp": Entry(4, 0, "a")}, lambda file: pytest.fail(f"{file} was looked for"))
+    assert "mlp" in stored
+    assert "attn" not in stored

@@ -1,0 +1,119 @@
+"""Searches, ranges and deployment data on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+import corp
+from corp.allocation.latency import Clock
+from corp.measure.cost import count_params
+from corp.measure.timing import Ratio
+from tests.helpers.command import content, failure, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+MODEL = "test_vit"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
+    model = timm.create_model(MODEL)
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough that nothing in it is nearly linear
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn_like(parameter) / parameter.shape[1] ** 0.5)
+    save_file(model.state_dict(), path)
+    return path
+
+
+def pictures(folder: Path, count: int, *, dark: bool) -> Path:
+    for i in range(count):
+        noise = torch.randint(0, 255, (20, 20, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        noise = noise // 16 if dark else noise
+        Image.fromarray(noise.numpy()).resize((176, 176)).save(folder / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("photos"), 16, dark=False)
+
+
+@pytest.fixture(scope="module")
+def night(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("night"), 8, dark=True)
+
+
+def test_prune_to_an_agreement(weights: Path, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    common = (MODEL, "--weights", weights, "-o", out, "--min-agreement", 0.5, "--batch-size", 2)
+    shown = content("prune", *common, "--calib", photos)
+    why = shown["why"]["agreement"]
+    assert (shown["samples"], why["samples"]) == (12, 4)
+    assert shown["recipe"]["target_macs"] == why["chosen"]
+    assert shown["macs"]["after"] <= why["chosen"] * shown["macs"]["before"]
+    assert corp.load(out)._corp_history[-1].why["agreement"] == why
+    assert "--calib" in failure("prune", *common, "--overwrite", "--stats", statistics(weights, photos, tmp_path))
+    assert "not both" in failure("prune", *common, "--overwrite", "--calib", photos, "--target-macs", 0.5)
+
+
+def statistics(weights: Path, photos: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "stats"
+    done = run("calibrate", MODEL, "--weights", weights, "--calib", photos, "-o", out, "--batch-size", 4)
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def test_ranges_and_targets(weights: Path, photos: Path) -> None:
+    common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4)
+    shown = content(*common, "--target-macs", 0.8, "--override", "blocks.0.*:mlp=0-0.05")
+    first = next((site for site in shown["sites"] if site["name"] == "blocks.0.mlp"), None)
+    assert first is None or first["achieved"] <= 0.05
+    assert shown["why"]["sharing"]["target"] == 0.8
+    assert "only a target" in failure(*common, "--mlp", 0.5, "--override", "blocks.0.*:mlp=0-0.05")
+    text = " ".join(run(*common, "--target-macs", 0.8).output.split())
+    assert "0.800 of the dense macs, shared by uniform" in text
+
+
+def test_a_target_of_time(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(_clock: Clock, dense: nn.Module, other: nn.Module) -> Ratio:
+        value = count_params(dense) / count_params(other)
+        return Ratio(value, value, value)
+
+    monkeypatch.setattr(Clock, "_timed", timed)
+    common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--target-latency", 0.8)
+    found = content(*common)["why"]["latency"]
+    assert 0.75 < found["measured"]["value"] <= 0.8
+    assert set(found["table"]) == {"mlp", "attn", "vo"}
+    assert "of the dense model's (0.7" in " ".join(run(*common).output.split())
+
+
+def test_deployment_data_is_held_against_the_plan(weights: Path, photos: Path, night: Path) -> None:
+    common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--mlp", 0.5)
+    found = {
+        name: content(*common, "--deploy-data", folder, *more)["shift"]
+        for name, folder, more in (("same", photos, ()), ("night", night, ()), ("mixed", night, ("--mix-deploy",)))
+    }
+    assert not any(site["alarming"] for site in found["same"]["sites"])
+    assert any(site["alarming"] for site in found["night"]["sites"])
+    assert found["night"]["samples"] == {"calibration": 16, "deployment": 8}
+    assert found["mixed"]["samples"] == {"calibration": 24, "deployment": 8}
+    for before, after in zip(found["night"]["sites"], found["mixed"]["sites"], strict=True):
+        assert after["deployed"] < before["deployed"]
+    shown = run(*common, "--deploy-data", night).output
+    assert "warning" in shown
+    assert "calibration against deployment" in shown
+
+
+def test_deployment_options_that_make_no_sense_are_errors(weights: Path, photos: Path, tmp_path: Path) -> None:
+    common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--mlp", 0.5)
+    assert "--deploy-data" in failure(*common, "--mix-deploy")
+    assert "is not there" in failure(*common, "--deploy-data", tmp_path / "nothing")

@@ -1,0 +1,125 @@
+"""Silent wrongness: what a pruned model computes is checked against its plan, and against its own weights on data."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import corp
+from corp import CorpError, Recipe
+from corp.evaluate.check import check, require_equal
+from corp.surgery import folding
+from corp.surgery.self_check import verify
+from tests.contract import test_hf_rotary
+from tests.helpers import models
+
+pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+SOME = ["vit", "siglip", "relative-position", "hf-gpt2", "hf-bert", "torch-encoder", "torchvision-vit"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", SOME)
+def test_the_error_of_the_weights_is_the_planned_one(family: str, dtype: torch.dtype) -> None:
+    model, data = models.build(family, dtype), models.batches(family, dtype=dtype)
+    stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
+    for basis in ("coordinates", "subspace"):
+        plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5, attn_basis=basis))
+        findings = verify(model, corp.apply(model, stats, plan).model, stats, plan)
+        assert [finding.site for finding in findings] == [site.name for site in plan.sites]
+        assert all(finding.agrees for finding in findings)
+
+
+@pytest.mark.parametrize("rank", ["combined", "exact"])
+@pytest.mark.parametrize("family", ["llama", "phi", "gpt-neox"])
+def test_rotary_weights_too(family: str, rank: str) -> None:
+    model, data = test_hf_rotary.build(family, torch.float32), test_hf_rotary.batches()
+    stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
+    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5, rank=rank))
+    findings = verify(model, corp.apply(model, stats, plan).model, stats, plan)
+    assert len(findings) == len(plan.sites)
+    assert all(finding.agrees for finding in findings)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "attn", "vo"])
+def test_a_fold_that_goes_wrong_is_not_given_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One percent off in one part of one layer."""
+    model, data = models.build("vit", torch.float32), models.batches("vit", dtype=torch.float32)
+    stats = corp.calibrate(model, data)
+    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5))
+    right = folding.apply_sites
+
+    def wrong(smaller: torch.nn.Module, group: list[folding.Planned], *rest: object) -> None:
+        right(smaller, group, *rest)  # type: ignore[arg-type]
+        site = group[0][0]
+        if any(one.kind == kind for one, _ in group) and site.name.startswith("blocks.1"):
+            layer = {"mlp": "blocks.1.mlp.fc2", "attn": "blocks.1.attn.qkv", "vo": "blocks.1.attn.proj"}[kind]
+            smaller.get_submodule(layer).weight.data *= 1.01
+
+    monkeypatch.setattr("corp.api.apply_sites", wrong)
+    with pytest.raises(CorpError, match=r"self-check: blocks\.1\.\S+ .*by the plan"):
+        corp.apply(model, stats, plan)
+
+
+@pytest.mark.parametrize("family", [*SOME, "hf-opt", "hf-whisper", "no-biases"])
+def test_sites_fed_with_dense_inputs_do_what_their_weights_say(family: str) -> None:
+    model, data = models.build(family), models.batches(family)
+    result = models.prune(model, data[:2], Recipe(mlp=0.5, attn=0.5, vo=0.25, attn_basis="subspace"))
+    before, modules = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    checked = check(model, result.model, result.plan, data[2:])
+    assert [one.finding.site for one in checked] == [site.name for site in result.plan.sites]
+    require_equal(checked)
+    for one in checked:
+        assert one.measured == pytest.approx(one.expected, rel=1e-6)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [type(m) for m in model.modules()] == modules
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("rank", ["combined", "exact"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "gpt-neox"])
+def test_rotated_sites_too(family: str, rank: str) -> None:
+    model, data = test_hf_rotary.build(family), test_hf_rotary.data_for(family)
+    result = models.prune(model, data[:2], Recipe(mlp=0.5, attn=0.5, rank=rank))
+    checked = check(model, result.model, result.plan, data[2:])
+    assert [one.finding.site for one in checked] == [site.name for site in result.plan.sites]
+    require_equal(checked)
+    for one in checked:
+        assert one.measured == pytest.approx(one.expected, rel=1e-6)
+        assert one.expected > 0
+
+
+def test_a_wrong_frequency_is_found() -> None:
+    model, data = test_hf_rotary.build("llama"), test_hf_rotary.batches()
+    result = models.prune(model, data, Recipe(attn=0.5))
+    site = result.plan.sites[0]
+    other = dataclasses.replace(site, kept=tuple(tuple(sorted(_turned_away(group))) for group in site.kept))
+    plan = dataclasses.replace(result.plan, sites=(other, *result.plan.sites[1:]))
+    with pytest.raises(CorpError, match="sites do not do what their weights say"):
+        require_equal(check(model, result.model, plan, data[:1]))
+
+
+def _turned_away(kept: tuple[int, ...]) -> set[int]:
+    """As many pairs, but others."""
+    pairs = len(kept) // 2
+    half = 2 * pairs  # a half of the dimensions was kept, so there are as many pairs as dimensions kept
+    others = sorted(set(range(half)) - set(kept[:pairs]))[:pairs]
+    return {*others, *(j + half for j in others)}
+
+
+def test_a_module_that_computes_something_else_is_found() -> None:
+    model, data = models.build("vit"), models.batches("vit")
+    result = models.prune(model, data, Recipe(mlp=0.5))
+    result.model.blocks[1].mlp.fc1.register_forward_hook(lambda _m, _a, out: 1.02 * out)
+    with pytest.raises(CorpError, match=r"1 of 2 sites do not do what their weights say: blocks\.1\.mlp"):
+        require_equal(check(model, result.model, result.plan, data[:1]))
+
+
+def test_another_dense_model_is_refused() -> None:
+    model, data = models.build("vit"), models.batches("vit")
+    result = models.prune(model, data, Recipe(mlp=0.5))
+    model.blocks[0].mlp.fc1.weight.data *= 2
+    with pytest.raises(CorpError, match="other weights than the one that was pruned"):
+        check(model, result.model, result.plan, data)

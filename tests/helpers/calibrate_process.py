@@ -1,0 +1,58 @@
+"""A calibration in a process of its own, for the tests that kill it: python -m tests.helpers.calibrate_process"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import corp
+from corp import CorpError
+from corp.calibration import workers
+from corp.calibration.job import Settings
+from tests.helpers.models import build, images
+
+torch.set_num_threads(1)
+
+
+class Data:
+    """Batches, slowly if asked, failing on a given worker if asked."""
+
+    def __init__(self, batches: int, pause: float, fail: bool, wait_for: str, dtype: torch.dtype) -> None:
+        self.parts, self.pause, self.fail = images(batches, 10, dtype), pause, fail
+        self.wait_for = wait_for
+        self.samples = 10 * batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for part in self.parts:
+            time.sleep(self.pause)
+            while self.wait_for and not Path(self.wait_for).exists():
+                time.sleep(0.05)
+            yield torch.full_like(part, float("nan")) if self.fail else part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--wait-for", default="")
+    parser.add_argument("--fail-on", type=int, default=-1)
+    parser.add_argument("--single", action="store_true", help="float32 instead of float64")
+    args = parser.parse_args()
+    dtype = torch.float32 if args.single else torch.float64
+    with workers.launched() as group:
+        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on, wait_for=args.wait_for, dtype=dtype)
+        try:
+            corp.calibrate(build("vit", dtype), data, out=args.out, settings=Settings(checkpoint_seconds=0))
+        except CorpError as error:
+            sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
