@@ -111,7 +111,7 @@ MODELS: dict[str, Callable[[Path, int], Subject]] = {
 
 def cost_of_paper(model: nn.Module, stats: corp.Statistics, sparsity: float) -> float:
     """The share of the dense operations that the paper's recipe leaves."""
-    recipe = Recipe(mlp=sparsity, attn=sparsity, compensate="none")
+    recipe = Recipe.paper(mlp=sparsity, attn=sparsity, compensate="none")
     dense, pruned = corp.apply(model, stats, corp.plan(model, stats, recipe)).report.macs
     return float(pruned / dense)
 
@@ -145,7 +145,7 @@ class Pruner:
 def row(pruner: Pruner, references: Sequence[Reference], options: dict[str, Any], target: float) -> dict[str, Any]:
     """One step of the ladder: what it costs, how far its output is from the dense one, batch by batch, and how long."""
     subject = pruner.subject
-    result, seconds = pruner.prune(Recipe(target_macs=target, **options))
+    result, seconds = pruner.prune(Recipe.paper(target_macs=target, **options))
     dense, pruned = result.report.macs
     return {
         "macs": pruned / dense,

@@ -130,7 +130,7 @@ def growth(name: str, samples: int, batch: int) -> dict[str, Any]:
     stats = corp.calibrate(model, batches, settings=Settings(tokens="all"))
     seconds["calibrate"] = time.perf_counter() - start
     start = time.perf_counter()
-    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5))
+    plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5))
     seconds["plan"] = time.perf_counter() - start
     start = time.perf_counter()
     corp.apply(model, stats, plan)

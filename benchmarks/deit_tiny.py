@@ -54,7 +54,7 @@ class Setup:
             self.stats = corp.calibrate(self.model, ImageBatches(list_images([vision / "calibration"]), transform))
 
     def top1(self, recipe: dict[str, Any]) -> float:
-        plan = corp.plan(self.model, self.stats, Recipe(**recipe))
+        plan = corp.plan(self.model, self.stats, Recipe.paper(**recipe))
         return accuracy(corp.apply(self.model, self.stats, plan).model, self.images, self.labels)
 
 

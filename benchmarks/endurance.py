@@ -50,7 +50,7 @@ def reading(model: nn.Module) -> dict[str, int]:
 
 
 def cycle(model: nn.Module, data: Any, folder: Path) -> float:
-    result = corp.prune(model, data.calibration_images[:256].split(64), Recipe(mlp=0.5, attn=0.5))
+    result = corp.prune(model, data.calibration_images[:256].split(64), Recipe.paper(mlp=0.5, attn=0.5))
     corp.save(result, folder / "model", overwrite=True)
     loaded = corp.load(folder / "model", base=model)
     with torch.no_grad():

@@ -149,9 +149,9 @@ def story_recipes() -> Iterator[tuple[str, Recipe]]:
             for how, options in (("none", {"compensate": "none"}), ("full", {}), ("exact", {"rank": "exact"})):
                 yield (
                     f"{what} {sparsity:.0%}, {how}".replace("%", " %"),
-                    Recipe(**dict.fromkeys(kinds, sparsity), **options),
+                    Recipe.paper(**dict.fromkeys(kinds, sparsity), **options),
                 )
-    yield "MLP 30 % + Q/K 25 %, exact", Recipe(mlp=0.3, attn=0.25, rank="exact")
+    yield "MLP 30 % + Q/K 25 %, exact", Recipe.paper(mlp=0.3, attn=0.25, rank="exact")
 
 
 MODELS = {
@@ -215,7 +215,7 @@ def recipes(compensations: tuple[str, ...]) -> Iterator[tuple[str, Recipe]]:
                     continue  # a mean is a bias of the MLP; for queries and keys it is none
                 yield (
                     f"{what} {sparsity:.0%}, {compensate}".replace("%", " %"),
-                    Recipe(compensate=compensate, **dict.fromkeys(kinds, sparsity)),
+                    Recipe.paper(compensate=compensate, **dict.fromkeys(kinds, sparsity)),
                 )
 
 
@@ -227,7 +227,7 @@ def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
     if entry.causal:  # what the paper does: logits that no query ever uses are fitted too
         ignoring = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings("all", causal=False))
         for sparsity in (0.3, 0.5):
-            recipe = Recipe(attn=sparsity)
+            recipe = Recipe.paper(attn=sparsity)
             pruned = corp.apply(benchmark.model, ignoring, corp.plan(benchmark.model, ignoring, recipe)).model
             name = f"Q/K {sparsity:.0%}, full, mask ignored".replace("%", " %")
             yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}

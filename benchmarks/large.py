@@ -70,7 +70,7 @@ def main() -> None:
         stats = corp.calibrate(model, batches, out=Path(folder, "stats"), settings=settings, announce=print)
         rows.append(("calibrated", f"{stats.samples} x {TOKENS} tokens", peak(), time.perf_counter() - start))
         print(rows[-1], flush=True)
-        plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5))
+        plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5))
         rows.append(("planned", f"{len(plan.sites)} sites", peak(), time.perf_counter() - start))
         print(rows[-1], flush=True)
         result = corp.apply(model, stats, plan)

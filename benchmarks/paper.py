@@ -89,7 +89,7 @@ def pruned_shapes(name: str, mlp: float, attn: float, device: str = "meta", **ar
     """The architecture with random weights (or none), narrowed to these sparsities."""
     with torch.device(device):
         model = timm.create_model(name, **args).eval()
-    shrink(model, shapes_only_plan(model, Recipe(mlp=mlp, attn=attn)))
+    shrink(model, shapes_only_plan(model, Recipe.paper(mlp=mlp, attn=attn)))
     return model
 
 
@@ -121,7 +121,7 @@ def opt() -> dict[str, Any]:
     for name, (mlp, attn) in {"dense": (0, 0), "MLP": (0.3, 0), "Q/K": (0, 0.3), "both": (0.3, 0.3)}.items():
         with torch.device("meta"):
             model: Any = OPTForCausalLM(config).eval()
-        shrink(model, shapes_only_plan(model, Recipe(mlp=mlp, attn=attn)))
+        shrink(model, shapes_only_plan(model, Recipe.paper(mlp=mlp, attn=attn)))
         twice = model.model.decoder.embed_tokens.weight.numel()
         found[name] = {"params": count_params(model), "twice": count_params(model) + twice}
         found[name]["flops"] = 2 * count_macs(model, tokens)
@@ -163,7 +163,7 @@ def runtime() -> dict[str, Any]:
         stats = corp.calibrate(model, batches, settings=Settings("all"))
         calibrated = time.perf_counter() - start
         with timing() as seconds:
-            corp.apply(model, stats, corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5)))
+            corp.apply(model, stats, corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5)))
         found[size] = {"images": images, "calibrate": calibrated, **seconds}
         print(size, found[size], flush=True)
     return found

@@ -49,7 +49,7 @@ def shapes_only_plan(model: torch.nn.Module, recipe: Recipe) -> Plan:
 def count(name: str, sparsity: float) -> int:
     with torch.device("meta"):
         model = timm.create_model(name)
-    shrink(model, shapes_only_plan(model, Recipe(mlp=sparsity, attn=sparsity)))
+    shrink(model, shapes_only_plan(model, Recipe.paper(mlp=sparsity, attn=sparsity)))
     return count_params(model)
 
 

@@ -61,7 +61,7 @@ def equal_macs(setup: Setup, target: float) -> Recipe:
         return count_macs(pruned_shapes(NAME, percent / 100, percent / 100), x.to("meta")) > target * dense
 
     percent = _first(100, too_many)
-    return Recipe(mlp=percent / 100, attn=percent / 100)
+    return Recipe.paper(mlp=percent / 100, attn=percent / 100)
 
 
 def _first(stop: int, too_many: Callable[[int], bool]) -> int:
@@ -126,14 +126,14 @@ def main() -> None:
     sections: dict[str, list[dict[str, Any]]] = {}
     for sparsity in (0.3, 0.5):
         title = f"{sparsity:.0%} of the MLP channels"
-        sections[title] = [run(setup, name, Recipe(preset=name, mlp=sparsity)) for name in PEERS]
-        sections[title] += [run(setup, name, Recipe(mlp=sparsity, **options)) for name, options in OURS.items()]
+        sections[title] = [run(setup, name, Recipe.preset(name, mlp=sparsity)) for name in PEERS]
+        sections[title] += [run(setup, name, Recipe.paper(mlp=sparsity, **options)) for name, options in OURS.items()]
     budget = sections["50% of the MLP channels"][0]["macs"]
     even = equal_macs(setup, budget)
     title = f"equal MACs ({budget:.3f} of dense)"
     mlp_only = [{**row, "method": f"{row['method']} (MLP 50 %)"} for row in sections["50% of the MLP channels"]]
     both = [
-        run(setup, f"{name} (MLP and Q/K {even.mlp:.0%})", Recipe(mlp=even.mlp, attn=even.attn, **options))
+        run(setup, f"{name} (MLP and Q/K {even.mlp:.0%})", Recipe.paper(mlp=even.mlp, attn=even.attn, **options))
         for name, options in OURS.items()
     ]
     sections[title] = [*mlp_only, *both]

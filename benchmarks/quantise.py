@@ -168,7 +168,7 @@ def main() -> None:
     if not assets:
         sys.exit("CORP_ASSETS is not set: this benchmark needs real weights and images")
     setup = Setup(Path(assets))
-    recipe = Recipe(mlp=given.sparsity, attn=given.sparsity)
+    recipe = Recipe.paper(mlp=given.sparsity, attn=given.sparsity)
     plan = corp.plan(setup.model, setup.stats, recipe)
     pair = {"dense": setup.model, "pruned": corp.apply(setup.model, setup.stats, plan).model}
     settings = {

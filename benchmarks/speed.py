@@ -71,7 +71,7 @@ def build(name: str, kinds: tuple[str, ...], sparsity: float) -> nn.Module:
     """The model with random weights, pruned by `sparsity` at the sites of these kinds."""
     model: nn.Module = timm.create_model(MODELS[name]).eval()
     if kinds:
-        shrink(model, shapes_only_plan(model, Recipe(**dict.fromkeys(kinds, sparsity))))
+        shrink(model, shapes_only_plan(model, Recipe.paper(**dict.fromkeys(kinds, sparsity))))
     return model
 
 

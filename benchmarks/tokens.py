@@ -26,7 +26,7 @@ WIDTH = 768  # hidden channels of DeiT-Tiny
 def measure(setup: Setup, photos: Path, per_image: int) -> dict[str, Any]:
     batches = ImageBatches(list_images([photos]), setup.transform)
     stats = corp.calibrate(setup.model, batches, settings=Settings(tokens=per_image))
-    plan = corp.plan(setup.model, stats, Recipe(mlp=0.5))
+    plan = corp.plan(setup.model, stats, Recipe.paper(mlp=0.5))
     costs = [site.costs[0] for site in plan.sites]
     return {
         "tokens per image": per_image,

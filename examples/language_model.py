@@ -33,7 +33,7 @@ def batches(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(CONFIG).eval()
-    result = corp.prune(model, batches(40, seed=1), corp.Recipe(mlp=0.5, attn=0.25))
+    result = corp.prune(model, batches(40, seed=1), corp.Recipe.paper(mlp=0.5, attn=0.25))
     print(f"parameters: {count_params(model)} -> {count_params(result.model)}")
 
     scored = []

@@ -41,7 +41,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Mixer().eval()
     batches = [torch.randn(64, 32) for _ in range(20)]
-    result = corp.prune(model, batches, corp.Recipe(mlp=0.5))
+    result = corp.prune(model, batches, corp.Recipe.paper(mlp=0.5))
     print(result.report)
 
 

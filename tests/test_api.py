@@ -15,7 +15,7 @@ from tests.helpers.models import build, images, vit
 
 
 def test_prune_is_its_three_steps() -> None:
-    model, data, recipe = build("vit"), images(), Recipe(mlp=0.5, attn=0.5)
+    model, data, recipe = build("vit"), images(), Recipe.paper(mlp=0.5, attn=0.5)
     stats = corp.calibrate(model, data)
     stepwise = corp.apply(model, stats, corp.plan(model, stats, recipe))
     at_once = corp.prune(model, data, recipe)
@@ -25,7 +25,7 @@ def test_prune_is_its_three_steps() -> None:
 
 
 def test_statistics_add_like_one_pass() -> None:
-    model, data, recipe = build("vit"), images(4), Recipe(mlp=0.5, attn=0.5)
+    model, data, recipe = build("vit"), images(4), Recipe.paper(mlp=0.5, attn=0.5)
     parts = corp.calibrate(model, data[:1]) + corp.calibrate(model, data[1:])
     whole = corp.calibrate(model, data)
     assert parts.samples == whole.samples == 200
@@ -40,7 +40,7 @@ def test_statistics_of_other_weights_are_refused() -> None:
     with torch.no_grad():
         model.blocks[0].mlp.fc1.weight[0, 0] += 1
     with pytest.raises(CorpError, match="other weights"):
-        corp.plan(model, stats, Recipe(mlp=0.5))
+        corp.plan(model, stats, Recipe.paper(mlp=0.5))
     with pytest.raises(CorpError, match="different weights"):
         _ = stats + corp.calibrate(model, data)
 
@@ -55,7 +55,7 @@ class TakesDict(nn.Module):
 
 
 def test_batches_may_be_tensors_tuples_dicts_or_anything_with_forward() -> None:
-    data, recipe = images(), Recipe(mlp=0.5, attn=0.5)
+    data, recipe = images(), Recipe.paper(mlp=0.5, attn=0.5)
     model = build("vit")
     plain = corp.prune(model, data, recipe).plan.sites
     labelled = corp.prune(model, [(x, torch.zeros(len(x))) for x in data], recipe).plan.sites
@@ -70,7 +70,7 @@ def test_batches_may_be_tensors_tuples_dicts_or_anything_with_forward() -> None:
 
 def test_no_data_is_an_error() -> None:
     with pytest.raises(CorpError, match="was empty"):
-        corp.prune(build("vit"), [], Recipe(mlp=0.5))
+        corp.prune(build("vit"), [], Recipe.paper(mlp=0.5))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -86,26 +86,28 @@ def test_nan_and_inf_name_the_site(bad: float) -> None:
 def test_too_few_tokens_are_warned_of_with_the_numbers() -> None:
     model = build("vit")
     with pytest.warns(CorpWarning, match=r"17 tokens for 48 kept channels; a stable fit needs at least 96"):
-        corp.prune(model, [images()[0][:1]], Recipe(mlp=0.5, ridge=0.1))
+        corp.prune(model, [images()[0][:1]], Recipe.paper(mlp=0.5, ridge=0.1))
 
 
 def test_skip_and_overrides_reach_the_sites() -> None:
     model, data = build("vit"), images()
-    recipe = Recipe(mlp=0.5, attn=0.5, skip="blocks.0.attn", overrides={"blocks.1.*": {"mlp": 0.25}})
+    recipe = Recipe.paper(mlp=0.5, attn=0.5, skip="blocks.0.attn", overrides={"blocks.1.*": {"mlp": 0.25}})
     plan = corp.plan(model, corp.calibrate(model, data), recipe)
     assert {site.name: site.keep for site in plan.sites} == {"blocks.0.mlp": 48, "blocks.1.attn": 4, "blocks.1.mlp": 72}
 
 
 def test_globs_that_match_nothing_are_errors() -> None:
     with pytest.raises(CorpError, match=r"'block\.0\.\*' matches no site; they are called blocks\.0\.attn"):
-        corp.prune(vit(), [], Recipe(mlp=0.5, skip="block.0.*"))
+        corp.prune(vit(), [], Recipe.paper(mlp=0.5, skip="block.0.*"))
     with pytest.raises(CorpError, match="matches no site"):
-        corp.prune(vit(), [], Recipe(overrides={"layers.*": {"mlp": 0.5}}))
+        corp.prune(vit(), [], Recipe.paper(overrides={"layers.*": {"mlp": 0.5}}))
 
 
 def test_rounding_reports_asked_and_achieved() -> None:
     model, data = build("vit"), images()
-    plan = corp.plan(model, corp.calibrate(model, data), Recipe(mlp=0.45, attn=0.5, round_to={"mlp": 32, "head": 8}))
+    plan = corp.plan(
+        model, corp.calibrate(model, data), Recipe.paper(mlp=0.45, attn=0.5, round_to={"mlp": 32, "head": 8})
+    )
     assert [(s.name, s.keep, s.requested) for s in plan.sites] == [
         ("blocks.0.mlp", 64, 0.45),
         ("blocks.1.mlp", 64, 0.45),
@@ -116,7 +118,7 @@ def test_rounding_reports_asked_and_achieved() -> None:
 def test_compensation_orders_as_promised() -> None:
     model, data = build("vit"), images()
     stats = corp.calibrate(model, data)
-    plans = [corp.plan(model, stats, Recipe(mlp=0.5, compensate=how)) for how in ("full", "mean", "none")]
+    plans = [corp.plan(model, stats, Recipe.paper(mlp=0.5, compensate=how)) for how in ("full", "mean", "none")]
     for full, mean, none in zip(*(plan.sites for plan in plans), strict=True):
         assert full.kept == mean.kept == none.kept
         assert full.costs[0].J < mean.costs[0].J < none.costs[0].J == none.costs[0].J_uncomp
@@ -125,8 +127,8 @@ def test_compensation_orders_as_promised() -> None:
 def test_no_bias_means_no_intercept_unless_asked() -> None:
     model, data = build("no-biases"), images()
     stats = corp.calibrate(model, data)
-    auto = corp.apply(model, stats, corp.plan(model, stats, Recipe(mlp=0.5)))
-    asked = corp.apply(model, stats, corp.plan(model, stats, Recipe(mlp=0.5, intercept=True)))
+    auto = corp.apply(model, stats, corp.plan(model, stats, Recipe.paper(mlp=0.5)))
+    asked = corp.apply(model, stats, corp.plan(model, stats, Recipe.paper(mlp=0.5, intercept=True)))
     assert auto.model.blocks[0].mlp.fc2.bias is None
     assert asked.model.blocks[0].mlp.fc2.bias is not None
     assert asked.plan.sites[0].costs[0].J <= auto.plan.sites[0].costs[0].J
@@ -135,19 +137,19 @@ def test_no_bias_means_no_intercept_unless_asked() -> None:
 def test_ridge_zero_on_singular_data_is_an_error_with_the_site() -> None:
     model = build("vit")
     with pytest.raises(CorpError, match=r"blocks\.0\.mlp \(mlp, width 96\): .*raise the ridge"):
-        corp.prune(model, [images()[0][:1]], Recipe(mlp=0.5, ridge=0.0))
+        corp.prune(model, [images()[0][:1]], Recipe.paper(mlp=0.5, ridge=0.0))
 
 
 def test_plans_of_other_models_are_refused() -> None:
     model, data = build("vit"), images()
     stats = corp.calibrate(model, data)
-    plan = corp.plan(model, stats, Recipe(mlp=0.5))
+    plan = corp.plan(model, stats, Recipe.paper(mlp=0.5))
     with pytest.raises(CorpError, match="other weights"):
         corp.apply(build("dinov2"), stats, plan)
 
 
 def test_report_prints_and_serialises() -> None:
-    result = corp.prune(build("vit"), images(), Recipe(mlp=0.5, attn=0.5))
+    result = corp.prune(build("vit"), images(), Recipe.paper(mlp=0.5, attn=0.5))
     text, content = str(result.report), result.report.to_dict()
     assert "blocks.0.mlp" in text
     assert "parameters" in text
@@ -160,7 +162,7 @@ def test_report_prints_and_serialises() -> None:
 def test_random_state_is_left_as_found() -> None:
     model, data = build("vit"), images()
     before = torch.get_rng_state()
-    corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -168,7 +170,7 @@ def test_plans_of_one_calibration_do_not_disturb_each_other() -> None:
     """A plan leaves its fits for apply; a later plan that keeps the same dimensions must not change what they mean."""
     model, data = vit().double(), images()
     stats = corp.calibrate(model, data)
-    full, none = (corp.plan(model, stats, Recipe(attn=0.5, compensate=how)) for how in ("full", "none"))
+    full, none = (corp.plan(model, stats, Recipe.paper(attn=0.5, compensate=how)) for how in ("full", "none"))
     assert [site.kept for site in full.sites] == [site.kept for site in none.sites]
     found = corp.apply(model, stats, full).model(data[0])
     fresh = dataclasses.replace(stats)

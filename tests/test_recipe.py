@@ -34,25 +34,39 @@ from corp.recipe import kept_width
 )
 def test_nonsense_is_refused_with_the_reason(changes: dict, message: str) -> None:
     with pytest.raises(CorpError, match=message):
-        Recipe(**changes)
+        Recipe.paper(**changes)
 
 
 def test_presets_fill_what_is_not_given() -> None:
-    assert Recipe(mlp=0.5) == Recipe(mlp=0.5, preset="paper", rank="combined", compensate="full", intercept="auto")
-    assert (Recipe(preset="vbp").rank, Recipe(preset="vbp").compensate) == ("variance", "mean")
-    assert Recipe(preset="grail").intercept is False
-    assert Recipe(preset="vbp", rank="magnitude").rank == "magnitude"
+    assert Recipe.paper(mlp=0.5) == Recipe.preset(
+        "paper", mlp=0.5, rank="combined", compensate="full", intercept="auto"
+    )
+    assert (
+        Recipe.preset(
+            "vbp",
+        ).rank,
+        Recipe.preset(
+            "vbp",
+        ).compensate,
+    ) == ("variance", "mean")
+    assert (
+        Recipe.preset(
+            "grail",
+        ).intercept
+        is False
+    )
+    assert Recipe.preset("vbp", rank="magnitude").rank == "magnitude"
 
 
 def test_last_override_wins_and_other_kinds_keep_the_default() -> None:
-    recipe = Recipe(mlp=0.5, attn=0.4, overrides={"blocks.*": {"mlp": 0.3}, "blocks.1.*": {"mlp": 0.1}})
+    recipe = Recipe.paper(mlp=0.5, attn=0.4, overrides={"blocks.*": {"mlp": 0.3}, "blocks.1.*": {"mlp": 0.1}})
     assert recipe.sparsity("mlp", "blocks.0.mlp") == 0.3
     assert recipe.sparsity("mlp", "blocks.1.mlp") == 0.1
     assert recipe.sparsity("attn", "blocks.1.attn") == 0.4
 
 
 def test_recipe_survives_json() -> None:
-    recipe = Recipe(mlp=0.5, round_to={"mlp": 64}, skip="blocks.0.*", overrides={"blocks.1.*": {"attn": 0.2}})
+    recipe = Recipe.paper(mlp=0.5, round_to={"mlp": 64}, skip="blocks.0.*", overrides={"blocks.1.*": {"attn": 0.2}})
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 

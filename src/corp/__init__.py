@@ -12,11 +12,11 @@ torchvision_import.watch()  # before anything imports timm or torchvision, the u
 if TYPE_CHECKING:
     from corp.adapters.registry import find_sites as find_sites
     from corp.adapters.registry import register_adapter as register_adapter
-    from corp.allocation.search import prune as prune
     from corp.api import Result as Result
     from corp.api import apply as apply
     from corp.api import calibrate as calibrate
     from corp.api import plan as plan
+    from corp.api import prune as prune
     from corp.api import repair as repair
     from corp.calibration.statistics import Statistics as Statistics
     from corp.errors import CorpError as CorpError
@@ -38,7 +38,7 @@ _PUBLIC = {
     "load": "storage.folder",
     "measure_shift": "evaluate.shift",
     "plan": "api",
-    "prune": "allocation.search",
+    "prune": "api",
     "register_adapter": "adapters.registry",
     "repair": "api",
     "save": "storage.folder",

@@ -1,37 +1,78 @@
-"""calibrate, plan, apply, repair and prune: the only loops over sites, but for sequential fitting."""
+"""calibrate, plan, apply, repair, and prune, which is those in a row: each verb reads as its steps."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
-from corp.allocation.allocate import Shared, Sharing
+from corp.allocation.allocator import Allocation, Allocator
+from corp.allocation.search import samples_needed, search
 from corp.calibration import workers
-from corp.calibration.batches import Forward, evaluating, example, move, placement
-from corp.calibration.job import Job, Progress, Settings
+from corp.calibration.batches import (
+    Forward,
+    enumerate_batches,
+    evaluating,
+    example,
+    feed,
+    move,
+    placement,
+    without_cache,
+)
+from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
-from corp.errors import ModelError, PlanError, StatisticsError
+from corp.errors import CorpWarning, PlanError, StatisticsError
 from corp.measure.cost import count_macs, count_params
-from corp.observer import stage
-from corp.planning.heads import HeadSums, plan_attention
-from corp.planning.linear import plan_mlp, plan_values
+from corp.observer import SILENT, Bars, Observer, timed
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
+from corp.planning.planners import plan_site
+from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
-from corp.refit.repair import Repair, record_batches, require_sequential, settled
-from corp.report.tables import Report
-from corp.sites import AttentionSite, MLPSite, Site, Sites, at_site, heads_of, module_of, projection_at
-from corp.surgery.folding import Planned, apply_sites
+from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
+from corp.refit.replay import Block
+from corp.sites import Sites, at_site, fingerprint
+from corp.surgery.apply import history, narrowed_copy, set_history
 from corp.surgery.self_check import require_agreement, verify
+from corp.tables import text_table
+
+TOTALS = ("", "before", "after", "ratio")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What pruning did: print it, or take `to_dict()`. `macs` is None if the input's shape is unknown."""
+
+    plan: Plan
+    params: tuple[int, int]
+    macs: tuple[int, int] | None = None
+
+    def totals(self) -> list[tuple[str, ...]]:
+        """Parameters and, if known, operations per sample, under TOTALS."""
+        rows = [_total("parameters", self.params, 1e6, "M")]
+        if self.macs is not None:
+            rows.append(_total("MACs per sample", self.macs, 1e9, "G"))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "params": {"before": self.params[0], "after": self.params[1]},
+            "macs": None if self.macs is None else {"before": self.macs[0], "after": self.macs[1]},
+            "samples": self.plan.samples,
+            "recipe": self.plan.recipe.to_dict(),
+            "why": dict(self.plan.why),
+            "sites": [_site_report(site) for site in self.plan.sites],
+        }
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n\n{text_table(TOTALS, self.totals())}"
 
 
 @dataclass(frozen=True)
@@ -44,18 +85,39 @@ class Result:
     origin: dict[str, Any] = field(default_factory=dict)  # of the calibration: model, data, preprocessing, versions
 
 
+class _Dense(NamedTuple):
+    """The dense model of one call: its sites are found once, and its weights are hashed once."""
+
+    model: nn.Module
+    sites: Sites
+    weights: str
+
+    @classmethod
+    def of(cls, model: nn.Module, recipe: Recipe | None = None) -> _Dense:
+        sites = find_sites(model)
+        if recipe is not None:
+            require_prunable(sites, recipe)  # before the long work
+        return cls(model, sites, fingerprint(model))
+
+    def require(self, claims: Mapping[str, str]) -> None:
+        for what, weights in claims.items():
+            if weights and weights != self.weights:
+                raise StatisticsError(
+                    f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
+                )
+
+
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
     forward: Forward | None = None,
-    progress: Progress | None = None,
     out: str | Path | None = None,
     settings: Settings | None = None,
     origin: dict[str, Any] | None = None,
-    announce: Callable[[str], None] | None = None,
+    observer: Observer | None = None,
 ) -> Statistics:
-    """Run the dense model over `batches` and keep the sums that every later decision needs.
+    """Run the dense model over `batches` and return the sums that every later decision needs.
 
     A batch is a tensor (model(x)), a dict (model(**x)), or a tuple or list of which only the first element
     is used; anything else goes through forward(model, batch). Nothing of the data itself is kept.
@@ -65,86 +127,24 @@ def calibrate(
     process takes its share of the batches. `settings` says how many tokens, how much memory; `origin` is a
     record of where model and data came from.
     """
-    job = Job(
-        model,
-        list(find_sites(model)),
-        batches,
-        settings or Settings(),
-        dict(origin or {}),
-        fingerprint(model),
-        forward,
-        progress,
-        announce,
-        workers.current(),
-    )
-    with evaluating(model):
-        return job.run(None if out is None else Path(out))
+    return _calibrate(_Dense.of(model), batches, forward, observer or SILENT, settings, origin, out=out)
 
 
-def plan(
-    model: nn.Module,
-    stats: Statistics,
-    recipe: Recipe,
-    *,
-    progress: Progress | None = None,
-    shared: Shared | None = None,
-) -> Plan:
-    """Decide what every site keeps and predict what that costs. Touches neither data nor the model.
-
-    `shared` are widths that were chosen already, by a search that had data.
-    """
-    _require_recipe(recipe)
-    _refuse_sequential(recipe)
-    sites = find_sites(model)
-    _require_same_weights(model, {"statistics": stats.weights})
-    require_prunable(sites, recipe)
-    widths, why = Sharing(model, sites, stats).share(recipe) if shared is None else shared
-    planned = []
-    for site in sites:
-        keep = widths[site.name]
-        if keep < site.width:
-            with at_site(site):
-                planned.append(_plan_site(model, site, keep, stats, recipe))
-            if progress:
-                progress(1)
-    warn_if_weak(planned, stats)
-    return Plan(recipe, tuple(planned), stats.weights, stats.samples, why)
+def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
+    """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
+    dense = _Dense.of(model, recipe)
+    dense.require({"statistics": stats.weights})
+    _refuse_refit(recipe)
+    found = Allocator(model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
+    return _plan(dense, stats, recipe, found, observer or SILENT)
 
 
 def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
-    _refuse_sequential(plan.recipe)
-    _require_same_weights(model, {"statistics": stats.weights, "plan": plan.weights})
-    smaller = compensated_copy(model, stats, plan)
-    require_agreement(verify(model, smaller, stats, plan))
-    return _result(model, smaller, stats, plan)
-
-
-def compensated_copy(model: nn.Module, stats: Statistics, plan: Plan) -> nn.Module:
-    """The smaller model alone."""
-    smaller = copy.deepcopy(model)
-    for group in match(find_sites(model), plan):
-        with at_site(group[0][0]), stage("compensate"):
-            apply_sites(smaller, group, stats, plan.recipe)
-    return smaller
-
-
-def prune(
-    model: nn.Module,
-    batches: Iterable[Any],
-    recipe: Recipe,
-    *,
-    forward: Forward | None = None,
-    progress: Progress | None = None,
-) -> Result:
-    """calibrate, plan and apply in a row, and nothing else; a sequential recipe reads some of the data once more."""
-    _require_recipe(recipe)
-    sites = find_sites(model)
-    require_prunable(sites, recipe)  # a request that cannot be met fails before the data pass, not after it
-    recipe = settled(model, sites, recipe, batches, forward)
-    stats = calibrate(model, batches, forward=forward, progress=progress)
-    result = apply(model, stats, plan(model, stats, recipe.at_once()))
-    return repair(model, result, batches, recipe, forward=forward) if recipe.sequential else result
+    dense = _Dense.of(model)
+    dense.require({"statistics": stats.weights, "plan": plan.weights})
+    _refuse_refit(plan.recipe)
+    return _apply(dense, stats, plan)
 
 
 def repair(
@@ -154,121 +154,159 @@ def repair(
     recipe: Recipe | None = None,
     *,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    observer: Observer | None = None,
 ) -> Result:
-    """Sequential fitting of what was pruned: block after block, on some of the data; `progress` counts blocks.
+    """Refit the layers of a pruned model in order, so that later ones repair the errors of earlier ones.
 
-    `model` is the dense one. Widths stay as they are; layers that were not pruned make up for others too, unless the
+    `model` is the dense one. Widths stay as they are; layers that were not pruned are refitted too, unless the
     recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs.
     """
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
-    _require_same_weights(model, {"plan": result.plan.weights})
-    sites = find_sites(model)
-    blocks = require_sequential(model, sites, recipe, batches, forward)
-    passages = record_batches(model, sites, batches, blocks, recipe, result.plan.samples, forward)
-    work = Repair(model, copy.deepcopy(result.model), recipe)
-    with stage("repair"):
-        work.run(blocks, passages, progress)
+    dense = _Dense.of(model)
+    dense.require({"plan": result.plan.weights})
+    blocks = find_blocks(model, dense.sites, recipe, batches, forward)
+    return _repair(dense, result, batches, recipe, blocks, forward, observer or SILENT)
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    recipe: Recipe,
+    *,
+    stats: Statistics | None = None,
+    forward: Forward | None = None,
+    settings: Settings | None = None,
+    origin: dict[str, Any] | None = None,
+    progress: bool = False,
+    observer: Observer | None = None,
+) -> Result:
+    """Calibrate, choose widths, plan, apply and refit: a smaller model that computes almost the same function.
+
+    `batches`, `forward`, `settings` and `origin` are those of `calibrate`. With `stats` of an earlier calibration on
+    the same data, `batches` only serve trials and the refit, and may be None. `progress` shows bars in a terminal or
+    a notebook; an `observer` is told of every stage instead.
+
+    Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
+    batches that calibration held out, and the final fit uses all of them.
+    """
+    watch = observer or (Bars() if progress else SILENT)
+    dense = _Dense.of(model, recipe)
+    with without_cache(model):
+        blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
+        notes = [f"the model was not refitted: {reason}"] if reason else []
+        held = HeldBatches(HoldOut.of(batches or ()), samples_needed(recipe)) if recipe.searches else None
+        if stats is None:
+            stats = _calibrate(dense, batches or (), forward, watch, settings, origin, held=held)
+        else:
+            dense.require({"statistics": stats.weights})
+            _collect(held, batches)
+        stats = watch.calibrated(stats)
+        chosen, found = _choose_widths(dense, stats, recipe, held, forward, watch)
+        planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
+        for note in planned.notes:
+            warnings.warn(note, CorpWarning, stacklevel=2)
+        result = _apply(dense, stats, planned)
+        return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
+
+
+def _calibrate(
+    dense: _Dense,
+    batches: Iterable[Any],
+    forward: Forward | None,
+    observer: Observer,
+    settings: Settings | None,
+    origin: dict[str, Any] | None = None,
+    *,
+    out: str | Path | None = None,
+    held: HeldBatches | None = None,
+) -> Statistics:
+    job = Job(
+        dense.model,
+        list(dense.sites),
+        batches,
+        settings or Settings(),
+        dict(origin or {}),
+        dense.weights,
+        forward,
+        observer,
+        held,
+        workers.current(),
+    )
+    with evaluating(dense.model):
+        return job.run(None if out is None else Path(out))
+
+
+def _collect(held: HeldBatches | None, batches: Iterable[Any] | None) -> None:
+    """Read the held-out batches that a search needs, where calibration did not pass them."""
+    if held is not None and batches is not None:
+        for index, _, batch in enumerate_batches(batches, held.wants):
+            held.offer(index, batch)
+
+
+def _choose_widths(
+    dense: _Dense,
+    stats: Statistics,
+    recipe: Recipe,
+    held: HeldBatches | None,
+    forward: Forward | None,
+    observer: Observer,
+) -> tuple[Recipe, Allocation]:
+    """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
+    tried = held.batches if held else []
+    allocator = Allocator(dense.model, dense.sites, stats.fitted() if tried else stats, recipe, observer)
+    return search(allocator, tried, forward)
+
+
+def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
+    narrower = [site for site in dense.sites if found.widths[site.name] < site.width]
+    planned: list[SitePlan] = []
+    with timed("plan"), observer.stage("planning", len(narrower), "sites") as advance:
+        for site in narrower:
+            with at_site(site):
+                path = found.paths.get(site.name)
+                planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, path))
+            advance(1)
+    warn_if_weak(planned, stats)
+    return Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why)
+
+
+def _apply(dense: _Dense, stats: Statistics, plan: Plan) -> Result:
+    smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
+    require_agreement(verify(dense.model, smaller, dense.sites, stats, plan))
+    set_history(smaller, (*history(dense.model), plan))
+    return Result(smaller, plan, Report(plan, **_before_after(dense.model, smaller, stats.inputs)), stats.origin)
+
+
+def _repair(
+    dense: _Dense,
+    result: Result,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    blocks: list[Block],
+    forward: Forward | None,
+    observer: Observer,
+) -> Result:
+    passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+    work = Repair(dense.model, copy.deepcopy(result.model), recipe)
+    with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
+        end = work.run(blocks, passages, advance)
+    first = next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))
+    require_whole(work.smaller, blocks[-1], end, lambda: feed(work.smaller, first, forward))
     samples = sum(passage.samples for passage in passages)
     record = {"samples": samples, "read": {block.name: block.read for block in blocks if block.ends}}
-    why = {**result.plan.why, "sequential": {**record, "layers": work.corrected}}
+    why = {**result.plan.why, "refit": {**record, "layers": work.corrected}}
     made = replace(result.plan, recipe=recipe, why=why)
-    set_history(work.smaller, (*history(model), made))
+    set_history(work.smaller, (*history(dense.model), made))
     return replace(result, model=work.smaller, plan=made, report=replace(result.report, plan=made))
 
 
-def shrink(model: nn.Module, plan: Plan) -> None:
-    """Give `model` (in place) the shapes of the plan, without compensation: the frame that saved weights go into."""
-    for group in match(find_sites(model), plan):
-        apply_sites(model, group, None, plan.recipe)
-
-
-def history(model: nn.Module) -> tuple[Plan, ...]:
-    """The plans that made this model out of a dense one, first to last: what rebuilding its shapes takes."""
-    plans: tuple[Plan, ...] = getattr(model, "_corp_history", ())
-    return plans
-
-
-def set_history(model: nn.Module, plans: tuple[Plan, ...]) -> None:
-    model._corp_history = plans  # type: ignore[assignment]
-
-
-def match(sites: Sites, plan: Plan) -> list[list[Planned]]:
-    """Every planned site with its place in this model, those of one module together; a plan for another is refused."""
-    groups: dict[str, list[Planned]] = {}
-    for site_plan in plan.sites:
-        site = sites.get(site_plan.name)
-        if site is None or site.kind != site_plan.kind:
-            raise PlanError(f"the plan has a {site_plan.kind} site {site_plan.name!r}, which this model has not")
-        heads = heads_of(site) or 1
-        if (site.width, heads) != (site_plan.width, len(site_plan.kept)):
-            planned = f"{len(site_plan.kept)} x {site_plan.width}"
-            raise PlanError(f"{site.name}: the plan is for {planned}, the model has {heads} x {site.width}")
-        groups.setdefault(module_of(site), []).append((site, site_plan))
-    return list(groups.values())
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        if parameter.device.type != "meta":
-            try:
-                raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                digest.update(raw.numpy().data)
-            except (RuntimeError, TypeError) as error:
-                raise ModelError(
-                    f"the weight {name} cannot be read here ({error}); gather a sharded model (FSDP), or load it "
-                    "without quantisation, before pruning"
-                ) from error
-    return digest.hexdigest()
-
-
-def require_prunable(sites: Sites, recipe: Recipe) -> None:
-    """Asking for a site that cannot be pruned is an error unless it is skipped; a budget asks for none by name."""
-    names = [entry.name for entry in (*sites, *sites.refused)]
-    for glob in (*recipe.skip, *recipe.overrides):
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise PlanError(f"the glob {glob!r} matches no site; they are called {_some(names)}")
-    if recipe.has_target:
-        return
-    refused = [r for r in sites.refused if recipe.sparsity(r.kind, r.name) > 0 and not recipe.skips(r.name)]
-    if refused:
-        reasons = "; ".join(f"{r.name} ({r.kind}): {r.reason}" for r in refused[:3])
-        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-        kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
-        raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")
-
-
-def _require_recipe(recipe: object) -> None:
-    if not isinstance(recipe, Recipe):
-        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
-
-
-def _refuse_sequential(recipe: Recipe) -> None:
+def _refuse_refit(recipe: Recipe) -> None:
     if recipe.sequential is True:
-        raise PlanError("sequential fitting needs the data, not its statistics alone: use corp.prune (corp prune)")
-
-
-def _result(model: nn.Module, smaller: nn.Module, stats: Statistics, plan: Plan) -> Result:
-    set_history(smaller, (*history(model), plan))
-    report = Report(plan, **_before_after(model, smaller, stats.inputs))
-    return Result(smaller, plan, report, stats.origin)
-
-
-def _plan_site(model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe) -> SitePlan:
-    if isinstance(site, AttentionSite):
-        return plan_attention(site, keep, HeadSums.of(site, stats), recipe)
-    down = projection_at(model, site.down)
-    down = down._replace(weight=down.weight.cpu().double())
-    if isinstance(site, MLPSite):
-        return plan_mlp(site, keep, down, stats.moments_of(site.name), recipe, stats.fits.get(site.name))
-    return plan_values(site, keep, down, stats.moments_of(site.name), recipe)
+        raise PlanError("sequential=True needs the data, not its statistics alone: use corp.prune")
 
 
 def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Parameters, and operations for one sample where the shape of the input is known."""
+    """Parameters, and operations for one sample if the shape of the input is known."""
     pair = (dense, smaller)
     costs: dict[str, Any] = {"params": tuple(map(count_params, pair)), "macs": None}
     device, dtype = placement(dense)
@@ -279,14 +317,12 @@ def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str
     return costs
 
 
-def _require_same_weights(model: nn.Module, claims: dict[str, str]) -> None:
-    here = fingerprint(model)
-    for what, weights in claims.items():
-        if weights and weights != here:
-            raise StatisticsError(
-                f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
-            )
+def _site_report(site: SitePlan) -> dict[str, Any]:
+    names = ("name", "kind", "heads", "width", "requested", "achieved", "rho2", "relative_error")
+    content = {name: getattr(site, name) for name in (*names, "relative_uncompensated")}
+    return {**content, "kept": site.keep, "groups": [asdict(cost) for cost in site.costs]}
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+def _total(what: str, pair: tuple[int, int], unit: float, letter: str) -> tuple[str, ...]:
+    before, after = pair
+    return what, f"{before / unit:.3f} {letter}", f"{after / unit:.3f} {letter}", f"{after / max(1, before):.3f}"

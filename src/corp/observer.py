@@ -1,18 +1,72 @@
-"""Where the time goes: the stages of a run, timed only while somebody asks."""
+"""What a run tells whoever watches it: stages with their progress, notes, and how long each stage took."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING, TypeAlias
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from corp.calibration.statistics import Statistics
+
+Advance: TypeAlias = Callable[[int], None]
+
+
+class Observer:
+    """A silent observer. Subclasses show progress and notes."""
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        """Watch a stage that handles `total` units; the function it gives is called with how many are done."""
+        yield lambda _done: None
+
+    def note(self, message: str) -> None:
+        """Take one sentence that a user should read."""
+
+    def calibrated(self, stats: Statistics) -> Statistics:
+        """Take the statistics of the data pass; the model is planned from what is returned."""
+        return stats
+
+
+class Bars(Observer):
+    """Progress bars with the time left, in a terminal or a notebook; silent elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+
+        self.console = console or Console(stderr=True)
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        speed = TextColumn("{task.fields[rate]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
+        visible = self.console.is_terminal or self.console.is_jupyter
+        with Progress(*columns, console=self.console, disable=not visible) as bars:
+            task = bars.add_task(name, total=total, rate="")
+
+            def advance(done: int) -> None:
+                speed = bars.tasks[0].speed
+                bars.update(task, advance=done, rate=f"{speed:.1f} {unit}/s" if speed else "")
+
+            yield advance
+
+    def note(self, message: str) -> None:
+        self.console.print(message, style="dim", markup=False, soft_wrap=True)
+
+
+SILENT = Observer()
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)
 
 
 @contextmanager
 def timing() -> Iterator[dict[str, float]]:
-    """Within this context, seconds per stage are added to the dictionary it gives."""
+    """Within this context, the seconds of every step are added to the dictionary it gives."""
     seconds: dict[str, float] = {}
     token = _seconds.set(seconds)
     try:
@@ -22,12 +76,11 @@ def timing() -> Iterator[dict[str, float]]:
 
 
 @contextmanager
-def stage(name: str) -> Iterator[None]:
-    """Time spent in here belongs to the stage `name`."""
-    seconds = _seconds.get()
-    start = time.perf_counter()
+def timed(step: str) -> Iterator[None]:
+    """Count the time spent in here as that of `step`, if it is being measured."""
+    seconds, start = _seconds.get(), time.perf_counter()
     try:
         yield
     finally:
         if seconds is not None:
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - start

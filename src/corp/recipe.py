@@ -1,4 +1,7 @@
-"""What the user asks for: one frozen dataclass that validates itself before any data is touched."""
+"""What is asked for: one frozen dataclass of plain values, validated before any data is touched.
+
+A field's name, type, default, help and panel stand at the field and nowhere else: the command line is made from them.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,31 @@ from typing import Any, TypeAlias
 
 from corp.errors import RecipeError
 
-Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or from which to which a target may choose it
+Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or the range from which a target may choose it
 
-RANKINGS = ("combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation", "exact")
+RANKINGS = ("exact", "combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation")
 COMPENSATIONS = ("full", "mean", "none")
 KINDS = ("mlp", "attn", "vo")  # the kinds of sites; each is a sparsity field of the recipe
-TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what sweeps prune at once
+TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what a sweep prunes at once
 RIDGE = 1e-3
 COORDINATES, SUBSPACE = "coordinates", "subspace"
-BASES = (COORDINATES, SUBSPACE)
+BASES = (SUBSPACE, COORDINATES)
 ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
-UNIFORM, WORTH = "uniform", "worth"
-ALLOCATIONS = (UNIFORM, WORTH)
+UNIFORM, GAIN = "uniform", "gain"
+ALLOCATIONS = (GAIN, UNIFORM)
+AUTO = "auto"
+FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
+# Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
 _PAPER: dict[str, Any] = {
     "rank": "combined",
-    "compensate": "full",
-    "intercept": "auto",
-    "ridge": RIDGE,
     "attn_basis": COORDINATES,
     "allocate": UNIFORM,
     "sequential": False,
+    "round_to": 1,
 }
-# Ways of setting the fields that are not given: the paper's, ours, and what people would compare with.
 PRESETS: dict[str, dict[str, Any]] = {
+    "best": {},
     "paper": _PAPER,
-    "best": {**_PAPER, "rank": "exact", "attn_basis": SUBSPACE, "allocate": WORTH, "sequential": "auto"},
     "magnitude": {**_PAPER, "rank": "magnitude", "compensate": "none"},
     "wanda": {**_PAPER, "rank": "wanda", "compensate": "none"},  # E[x²]^½·‖W‖, structured
     "vbp": {**_PAPER, "rank": "variance", "compensate": "mean"},  # variance ranking, mean shift into the bias
@@ -48,134 +51,130 @@ TARGETS = {
     "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
 }  # what widths can be chosen to meet; one at most
-FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
+REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`
+
+
+def _option(default: Any, panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
+    """A field with what the command line says of it."""
+    return field(default=default, metadata={"panel": panel, "help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How much to remove, how to choose it, and how to make up for it.
+    """How much to remove, how to choose it, and how to compensate for it.
 
-    mlp, attn    share of MLP hidden channels / of each head's Q/K dimensions to remove, in [0, 1)
-    vo           the same of each head's value dimensions, which the output projection takes
-    equal_heads  values become as wide as queries and keys (which decide): the fused attention kernel, a smaller cache
-    target_macs, target_params
-                 instead of shares: what is removed leaves at most this share of the dense model's multiply-accumulates
-                 or parameters
-    target_latency
-                 the same of the time that one sample takes here and now: measured, so that it holds for this machine
-    min_agreement
-                 instead of a target: as far as agreement with the dense model on held-out data allows, between 0 and 1
-                 (corp.prune only: it measures models on batches that it holds out of calibration)
-    allocate     what a target does: "uniform", the largest equal shares of MLP and Q/K (and values, with equal_heads)
-                 that meet it; "worth", MLPs and values share it out by what the next channel is worth
-    preset       "paper", "best", or a baseline to compare with: "magnitude", "wanda", "vbp", "flap", "grail". It sets
-                 rank, compensate, intercept, ridge, attn_basis, allocate and sequential where they are not given
-    rank         how MLP channels are ranked: "combined" E[x^2]*||W||, "activation", "magnitude", "active", "wanda",
-                 "variance", "fluctuation", "exact" (what its removal costs after compensation, one by one)
-    compensate   "full", "mean" (bias only; for Q/K the same as "none") or "none"
-    intercept    may compensation use the bias of the second linear? "auto": where there is one
-    ridge        relative: lambda = ridge * mean diagonal of the system; "auto": what does best at the site on held-out
-                 batches
-    attn_basis   "coordinates": each head keeps some of its Q/K dimensions; "subspace": the best combinations of them
-                 (rotated dimensions stay whole pairs)
-    vo_basis     "subspace": every head's values are turned so that the leading directions carry most of its output;
-                 "coordinates": dimensions are kept as they are, by rank
-    sequential   once pruned, fit block after block on what the pruned ones before feed it, so that later layers make up
-                 for earlier ones; it needs the data, so only `prune` does it. "auto": where model and data allow it
-    sequential_samples
-                 of how many samples the hidden states are held for that; None: 256, fewer if they are long
-    round_to     round kept widths up to multiples: an int, {"mlp": 64, "head": 8}, or "fast", which is that
-    skip         globs over site names that are left alone
-    overrides    {glob: {"mlp": s, "attn": s, "vo": s}}: other sparsities for some sites; the last match wins. Under
-                 a target s may be a range (0.0, 0.3): the site loses between nothing and 30 %
+    The defaults are the best that corp knows; `Recipe.paper(...)` is the paper's method to the letter, and
+    `Recipe.preset(name, ...)` one of the baselines in `corp.recipe.PRESETS`.
     """
 
-    mlp: float = 0.0
-    attn: float = 0.0
-    vo: float = 0.0
-    equal_heads: bool = False
-    target_macs: float | None = None
-    target_params: float | None = None
-    target_latency: float | None = None
-    min_agreement: float | None = None
-    preset: str = "paper"
-    rank: str = ""
-    compensate: str = ""
-    intercept: bool | str = ""
-    ridge: float | str = ""
-    attn_basis: str = ""
-    allocate: str = ""
-    vo_basis: str = SUBSPACE
-    sequential: bool | str = ""
-    sequential_samples: int | None = None
-    round_to: int | str | Mapping[str, int] = 1
-    skip: tuple[str, ...] = ()
-    overrides: Mapping[str, Mapping[str, Wanted]] = field(default_factory=dict)
+    mlp: float = _option(0.0, REMOVE, "Share of the MLP hidden channels to remove, 0 <= s < 1.")
+    attn: float = _option(0.0, REMOVE, "Share of every head's query and key dimensions to remove, 0 <= s < 1.")
+    vo: float = _option(0.0, REMOVE, "Share of every head's value dimensions to remove, 0 <= s < 1.")
+    target_macs: float | None = _option(
+        None, BUDGET, "Instead of shares: keep at most this share of the dense model's multiply-accumulates."
+    )
+    target_params: float | None = _option(
+        None, BUDGET, "Instead of shares: keep at most this share of the dense model's parameters."
+    )
+    target_latency: float | None = _option(
+        None, BUDGET, "Instead of shares: take at most this share of the dense model's time per sample, measured here."
+    )
+    min_agreement: float | None = _option(
+        None,
+        BUDGET,
+        "Prune as far as this agreement with the dense model on held-out data allows.",
+    )
+    allocate: str = _option(
+        GAIN,
+        BUDGET,
+        "How a target is met: gain gives every layer its own width, by marginal gain; uniform removes equal shares.",
+        ALLOCATIONS,
+    )
+    equal_heads: bool = _option(
+        False, REMOVE, "Give values the width of queries and keys: fused attention kernels and smaller caches."
+    )
+    skip: tuple[str, ...] = _option((), REMOVE, "A glob over the names of sites to leave alone; may be repeated.")
+    overrides: Mapping[str, Mapping[str, Wanted]] = field(
+        default_factory=dict,
+        metadata={
+            "panel": REMOVE,
+            "help": "Other shares for some sites, such as 'blocks.0.*:mlp=0.2,attn=0'; the last match wins. Under a "
+            "target a range is allowed: mlp=0-0.3. May be repeated.",
+            "choices": (),
+        },
+    )
+    round_to: int | str | Mapping[str, int] = _option(
+        1, REMOVE, "Round kept widths up to a multiple: a number, mlp=64,head=8, or fast, which stands for these."
+    )
+    rank: str = _option(
+        "exact",
+        HOW,
+        "How MLP channels are ranked: exact is the cost of each removal after compensation, combined is the paper's.",
+        RANKINGS,
+    )
+    compensate: str = _option(
+        "full", HOW, "full predicts what is removed from what is kept; mean corrects biases only.", COMPENSATIONS
+    )
+    intercept: bool | str = _option(
+        AUTO,
+        HOW,
+        "Whether compensation may use the bias of the second linear; auto: if it has one.",
+        (AUTO, "yes", "no"),
+    )
+    ridge: float = _option(RIDGE, HOW, "Ridge of every fit, relative to the mean diagonal of its system.")
+    attn_basis: str = _option(
+        SUBSPACE,
+        HOW,
+        "subspace keeps the best combinations of query and key dimensions, coordinates some of them.",
+        BASES,
+    )
+    vo_basis: str = _option(SUBSPACE, HOW, "The same choice for value dimensions.", BASES)
+    sequential: bool | str = _option(
+        AUTO,
+        HOW,
+        "Refit the layers of the pruned model in order, so that later ones repair errors of earlier ones; "
+        "by default where model and data allow it.",
+    )
+    sequential_samples: int | None = _option(
+        None, HOW, "How many samples the refit uses; 256, or fewer if they are long, by default."
+    )
+
+    @classmethod
+    def paper(cls, **settings: Any) -> Recipe:
+        """Return the paper's recipe with these fields; `Recipe.paper(mlp=0.5, attn=0.5)` is its 50 % row."""
+        return cls.preset("paper", **settings)
+
+    @classmethod
+    def preset(cls, name: str, **settings: Any) -> Recipe:
+        """Return a recipe with the settings of a preset where `settings` does not say otherwise."""
+        _one_of("preset", name, tuple(PRESETS))
+        return cls(**{**PRESETS[name], **settings})
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # the dataclass is frozen; this is its constructor
+        put = object.__setattr__  # the dataclass is frozen; values are stored in one plain form
         for kind in KINDS:
-            put(self, kind, sparsity_of(kind, getattr(self, kind)))
+            put(self, kind, _sparsity(kind, getattr(self, kind)))
         self._check_targets()
-        one_of("preset", self.preset, tuple(PRESETS))
-        for name, value in PRESETS[self.preset].items():
-            if getattr(self, name) == "":
-                put(self, name, value)
-        one_of("rank", self.rank, RANKINGS)
-        one_of("compensate", self.compensate, COMPENSATIONS)
-        if self.intercept not in ("auto", True, False) or not isinstance(self.intercept, bool | str):
-            raise RecipeError(f"intercept={self.intercept!r} is not one of 'auto', True, False")
+        for name in ("rank", "compensate", "vo_basis", "attn_basis", "allocate"):
+            _one_of(name, getattr(self, name), _choices(name))
+        for name in ("intercept", "sequential"):
+            value = getattr(self, name)
+            if value != AUTO and not isinstance(value, bool):
+                raise RecipeError(f"{name}={value!r} is not one of 'auto', True, False")
         if self.compensate == "mean" and self.intercept is False:
-            raise RecipeError("compensate='mean' is a correction of the bias: it cannot go with intercept=False")
-        one_of("vo_basis", self.vo_basis, BASES)
-        one_of("attn_basis", self.attn_basis, BASES)
-        one_of("allocate", self.allocate, ALLOCATIONS)
-        if self.ridge != "auto":
-            put(self, "ridge", non_negative("ridge", self.ridge))
+            raise RecipeError("compensate='mean' corrects the bias, so it cannot go with intercept=False")
+        put(self, "ridge", _non_negative("ridge", self.ridge))
         self._check_sequential()
-        put(self, "round_to", _rounding(self.round_to))
-        put(self, "skip", globs_of(self.skip))
+        _check_rounding(self.round_to)
+        put(self, "skip", _globs(self.skip))
         put(self, "overrides", _overrides(self.overrides, ranges=self.has_target))
         if not isinstance(self.equal_heads, bool):
             raise RecipeError(f"equal_heads={self.equal_heads!r} is not True or False")
         if self.equal_heads and self.vo not in (0.0, self.attn):
             raise RecipeError(
-                f"equal_heads makes values as wide as queries and keys: vo={self.vo:g} cannot differ from "
+                f"equal_heads gives values the width of queries and keys, so vo={self.vo:g} cannot differ from "
                 f"attn={self.attn:g}; leave vo out"
             )
-        if self.equal_heads:
-            put(self, "vo", self.attn)
-
-    def _check_sequential(self) -> None:
-        if self.sequential not in ("auto", True, False) or not isinstance(self.sequential, bool | str):
-            raise RecipeError(f"sequential={self.sequential!r} is not one of 'auto', True, False")
-        if self.sequential == "auto" and self.compensate != "full":
-            object.__setattr__(self, "sequential", False)
-        if self.sequential is True and self.compensate != "full":
-            raise RecipeError(
-                f"sequential fits what compensation adds: it cannot go with compensate={self.compensate!r}"
-            )
-        samples = self.sequential_samples
-        if samples is None:
-            return
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
-        if not self.sequential:
-            raise RecipeError("sequential_samples is of use with sequential=True only")
-
-    def at_once(self) -> Recipe:
-        """The same without sequential fitting."""
-        return replace(self, sequential=False, sequential_samples=None)
-
-    @property
-    def ridge_given(self) -> float:
-        """The ridge, or the usual one where every site chooses its own."""
-        return RIDGE if isinstance(self.ridge, str) else self.ridge
-
-    @property
-    def has_target(self) -> bool:
-        """Are widths chosen to meet a budget, instead of given as shares?"""
-        return any(getattr(self, name) is not None for name in TARGETS)
 
     def _check_targets(self) -> None:
         for name, what in TARGETS.items():
@@ -192,13 +191,41 @@ class Recipe:
                 f"a target chooses the widths itself: {', '.join(given)} cannot go with it; use overrides"
             )
 
+    def _check_sequential(self) -> None:
+        if self.sequential is True and self.compensate != "full":
+            raise RecipeError(
+                f"sequential=True refits compensated layers, so it cannot go with compensate={self.compensate!r}"
+            )
+        samples = self.sequential_samples
+        if samples is None:
+            return
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
+        if not self.refits:
+            raise RecipeError("sequential_samples is used by the refit only: it cannot go with sequential=False")
+
+    @property
+    def refits(self) -> bool:
+        """Whether the pruned model is to be refitted, if model and data allow it."""
+        return self.sequential is not False and self.compensate == "full"
+
+    @property
+    def has_target(self) -> bool:
+        """Whether widths are chosen to meet a budget, instead of given as shares."""
+        return any(getattr(self, name) is not None for name in TARGETS)
+
+    @property
+    def searches(self) -> bool:
+        """Whether models have to be tried on held-out data to choose the widths."""
+        return self.min_agreement is not None or (self.has_target and self.allocate == GAIN)
+
     def sparsity(self, kind: str, name: str) -> float:
-        """The sparsity asked for at the site `name` of this kind."""
-        wanted: float = getattr(self, kind)
+        """The share that is to be removed at the site `name` of this kind."""
+        wanted: float = self.attn if kind == "vo" and self.equal_heads else getattr(self, kind)
         return _nearest(wanted, self.limits(kind, name))
 
     def limits(self, kind: str, name: str) -> tuple[float, float]:
-        """The least and the most that the site may lose; equal where an override says exactly how much."""
+        """The least and the most that the site may lose; they are equal where an override gives a number."""
         found: Wanted = (0.0, 1.0)
         for glob, changes in self.overrides.items():
             if fnmatchcase(name, glob) and kind in changes:
@@ -206,7 +233,7 @@ class Recipe:
         return found if isinstance(found, tuple) else (found, found)
 
     def with_shares(self, **shares: float) -> Recipe:
-        """The same with these shares instead of a target; of a range, what is nearest to them."""
+        """The recipe with these shares instead of its target; a range becomes the number in it nearest to them."""
         overrides = {
             glob: {
                 kind: _nearest(shares.get(kind, getattr(self, kind)), wanted) if isinstance(wanted, tuple) else wanted
@@ -224,8 +251,8 @@ class Recipe:
         """Kept widths at sites of this kind are rounded up to a multiple of this."""
         if isinstance(self.round_to, int):
             return self.round_to
-        assert not isinstance(self.round_to, str)  # the constructor has put in what a name stands for
-        return self.round_to.get(ROUNDING_KEYS[kind], 1)
+        multiples = FAST if isinstance(self.round_to, str) else self.round_to
+        return multiples.get(ROUNDING_KEYS[kind], 1)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "skip": list(self.skip)}
@@ -240,6 +267,16 @@ class Recipe:
         return cls(**{str(key): value for key, value in raw.items()})
 
 
+def preset_of(recipe: Recipe) -> str:
+    """The name of the preset whose settings the recipe has, or "custom"."""
+    settings = {name for preset in PRESETS.values() for name in preset}
+    defaults = {f.name: f.default for f in fields(Recipe)}
+    for name, preset in PRESETS.items():
+        if all(getattr(recipe, key) == preset.get(key, defaults[key]) for key in settings):
+            return name
+    return "custom"
+
+
 def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
     """ceil((1 - s) d) in exact arithmetic (floats give 57 for 0.3 * 80 removed), rounded up to `multiple`.
 
@@ -249,16 +286,44 @@ def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
     return min(width, -(-exact // multiple) * multiple)
 
 
-def _rounding(value: object) -> int | dict[str, int]:
+def _choices(name: str) -> tuple[str, ...]:
+    found: tuple[str, ...] = next(f.metadata["choices"] for f in fields(Recipe) if f.name == name)
+    return found
+
+
+def _sparsity(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
+        raise RecipeError(f"{name}={value!r} is not a sparsity: give the share to remove, 0 <= {name} < 1")
+    return float(value)
+
+
+def _non_negative(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise RecipeError(f"{name}={value!r} must be a finite number >= 0")
+    return float(value)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def _check_rounding(value: object) -> None:
     if value == "fast":
-        return dict(FAST)
-    if not isinstance(value, Mapping):
-        return multiple_of(value)
+        return
     known = sorted(set(ROUNDING_KEYS.values()))
-    unknown = sorted(str(key) for key in value if key not in known)
-    if unknown:
+    if isinstance(value, Mapping) and (unknown := sorted(str(key) for key in value if key not in known)):
         raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
-    return {str(key): multiple_of(multiple) for key, multiple in value.items()}
+    for multiple in value.values() if isinstance(value, Mapping) else [value]:
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'fast')")
+
+
+def _globs(value: object) -> tuple[str, ...]:
+    globs = (value,) if isinstance(value, str) else value
+    if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(g, str) and g for g in globs):
+        raise RecipeError(f"skip={value!r} must be a glob or a list of globs over site names, such as 'blocks.0.*'")
+    return tuple(sorted(globs)) if isinstance(globs, set | frozenset) else tuple(globs)
 
 
 def _overrides(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]:
@@ -279,8 +344,8 @@ def _overrides(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]:
 
 def _wanted(name: str, value: object) -> Wanted:
     if not isinstance(value, list | tuple):
-        return sparsity_of(name, value)
-    if len(value) != 2 or (low := sparsity_of(name, value[0])) > (high := sparsity_of(name, value[1])):
+        return _sparsity(name, value)
+    if len(value) != 2 or (low := _sparsity(name, value[0])) > (high := _sparsity(name, value[1])):
         raise RecipeError(f"{name}={value!r} is not a range of sparsities: give (least, most), such as (0.0, 0.3)")
     return low, high
 
@@ -288,33 +353,3 @@ def _wanted(name: str, value: object) -> Wanted:
 def _nearest(value: float, limits: tuple[float, float]) -> float:
     low, high = limits
     return min(max(value, low), high)
-
-
-def sparsity_of(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
-        raise RecipeError(f"{name}={value!r} is not a sparsity: give the share to remove, 0 <= {name} < 1")
-    return float(value)
-
-
-def non_negative(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise RecipeError(f"{name}={value!r} must be a finite number >= 0, or 'auto'")
-    return float(value)
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
-def multiple_of(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"round_to: {value!r} is not a whole number >= 1 (or 'fast')")
-    return value
-
-
-def globs_of(value: object) -> tuple[str, ...]:
-    globs = (value,) if isinstance(value, str) else value
-    if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(g, str) and g for g in globs):
-        raise RecipeError(f"skip={value!r} must be a glob or a list of globs over site names, such as 'blocks.0.*'")
-    return tuple(sorted(globs)) if isinstance(globs, set | frozenset) else tuple(globs)

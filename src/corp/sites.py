@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from corp.errors import CorpError, ModelError
@@ -275,6 +277,23 @@ class Sites:
     __repr__ = __str__
 
 
+def fingerprint(model: nn.Module) -> str:
+    """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        if parameter.device.type != "meta":
+            try:
+                raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(raw.numpy().data)
+            except (RuntimeError, TypeError) as error:
+                raise ModelError(
+                    f"the weight {name} cannot be read here ({error}); gather a sharded model (FSDP), or load it "
+                    "without quantisation, before pruning"
+                ) from error
+    return digest.hexdigest()
+
+
 @contextmanager
 def at_site(site: Site) -> Iterator[None]:
     """The core states the fact, this border adds where: once, for every error that comes through."""
@@ -306,6 +325,12 @@ def projection_of(module: Any) -> Projection:
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
     return Projection(weight.mT if is_transposed(module) else weight, bias)
+
+
+def in_float64(linear: Projection) -> tuple[Tensor, Tensor]:
+    """Weight and bias, zeros if there is none, on the CPU: not every device has float64."""
+    W = linear.weight.cpu().double()
+    return W, W.new_zeros(len(W)) if linear.bias is None else linear.bias.cpu().double()
 
 
 def rows_of(model: nn.Module, rows: Rows) -> Projection:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from corp.allocation.allocate import Sharing
 from torch import nn
 
 import corp
 from corp import CorpError, Recipe
-from corp.allocation.allocate import Sharing
 from corp.allocation.latency import Clock, narrow_copy
 from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
@@ -51,14 +51,14 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sharing]:
     return make
 
 
-@pytest.mark.parametrize("allocate", ["uniform", "worth"])
+@pytest.mark.parametrize("allocate", ["uniform", "gain"])
 @pytest.mark.parametrize("target", [0.9, 0.7, 0.5])
 def test_the_result_takes_no_longer_than_asked_and_the_table_is_right(
     allocate: str, target: float, clocked: Any
 ) -> None:
     sharing = clocked()
-    widths, why = sharing.share(Recipe(preset="best", allocate=allocate, target_latency=target))
-    taken = seconds(narrow_copy(sharing.model, sharing.sites, widths, Recipe()), FULL)
+    widths, why = sharing.share(Recipe(allocate=allocate, target_latency=target))
+    taken = seconds(narrow_copy(sharing.model, sharing.sites, widths, Recipe.paper()), FULL)
     assert target - 0.1 < taken <= target
     found = why["latency"]
     assert found["predicted"] == pytest.approx(taken, abs=1e-4)
@@ -69,10 +69,10 @@ def test_the_result_takes_no_longer_than_asked_and_the_table_is_right(
     assert halves["vo"][0.75] == pytest.approx(0.075)
 
 
-@pytest.mark.parametrize("allocate", ["uniform", "worth"])
+@pytest.mark.parametrize("allocate", ["uniform", "gain"])
 def test_what_saves_no_time_is_left_alone_unless_it_is_told(allocate: str, clocked: Any) -> None:
     sharing = clocked({"mlp": 0.7, "attn": 0.0, "vo": 0.1})
-    recipe = Recipe(preset="best", allocate=allocate, target_latency=0.7)
+    recipe = Recipe(allocate=allocate, target_latency=0.7)
     widths, _ = sharing.share(recipe)
     assert {widths[site.name] for site in sharing.sites.attention} == {8}
     told = replace(recipe, overrides={"blocks.0.*": {"attn": 0.5}, "*": {"vo": 0.25}})
@@ -83,7 +83,7 @@ def test_what_saves_no_time_is_left_alone_unless_it_is_told(allocate: str, clock
 
 def test_a_table_that_promised_too_much_is_corrected_by_timing(clocked: Any) -> None:
     sharing = clocked(together=0.05)
-    _, why = sharing.share(Recipe(preset="best", target_latency=0.6, round_to=1))
+    _, why = sharing.share(Recipe(target_latency=0.6, round_to=1))
     assert why["latency"]["predicted"] < 0.57
     assert why["latency"]["aimed_at"] < 0.6
     assert why["latency"]["measured"]["value"] <= 0.6
@@ -91,11 +91,11 @@ def test_a_table_that_promised_too_much_is_corrected_by_timing(clocked: Any) -> 
 
 def test_times_that_cannot_be_had_say_so(clocked: Any) -> None:
     with pytest.raises(CorpError, match=r"target_latency=0.1 is out of reach.*still has 0\.\d+ of the dense latency"):
-        clocked().share(Recipe(target_latency=0.1))
+        clocked().share(Recipe.paper(target_latency=0.1))
     sharing = clocked()
     sharing.stats.inputs = None
     with pytest.raises(CorpError, match="target_latency: the shape"):
-        sharing.share(Recipe(target_latency=0.5))
+        sharing.share(Recipe.paper(target_latency=0.5))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
@@ -103,7 +103,7 @@ def test_copies_to_time_run_whatever_is_narrow(family: str) -> None:
     model = rotary.build(family)
     sites = corp.find_sites(model)
     widths = {site.name: site.width // 2 for site in sites}
-    smaller = narrow_copy(model, sites, widths, Recipe())
+    smaller = narrow_copy(model, sites, widths, Recipe.paper())
     units = unit_costs(model, sites, None)
     saved = sum(units[site.name].params * (site.width - widths[site.name]) for site in sites)
     assert count_params(model) - count_params(smaller) == saved > 0

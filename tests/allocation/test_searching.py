@@ -128,7 +128,7 @@ def test_one_number_per_sample_has_no_answers_and_timm_backbones_have_features()
 def test_pruning_goes_as_far_as_agreement_allows() -> None:
     model, data = build("vit"), batches("vit", 10, 20)
     told: list[str] = []
-    result = corp.prune(model, data, Recipe(preset="best", min_agreement=0.8), announce=told.append)
+    result = corp.prune(model, data, Recipe(min_agreement=0.8), announce=told.append)
     why = result.plan.why["agreement"]
     held = [batch for i, batch in enumerate(data) if i % 5 == 1]
     assert (why["samples"], result.plan.samples) == (40, 160)
@@ -149,7 +149,7 @@ def test_pruning_goes_as_far_as_agreement_allows() -> None:
 
 def test_without_the_shape_of_inputs_parameters_are_searched() -> None:
     model, data = build("vit"), batches("vit", 6, 10)
-    recipe = Recipe(min_agreement=0.5)
+    recipe = Recipe.paper(min_agreement=0.5)
     result = corp.prune(model, [{"x": batch} for batch in data], recipe, forward=lambda m, b: m(b["x"]))
     assert "target_params" in result.plan.why["agreement"]["steps"][0]
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_had_and_what_never_stops_are_said(agreement: float, monk
 
     monkeypatch.setattr(searching, "Reference", Always)
     model, data = build("vit"), batches("vit", 4, 10)
-    recipe = Recipe(min_agreement=0.9, allocate="uniform")
+    recipe = Recipe.paper(min_agreement=0.9, allocate="uniform")
     if agreement < 0.9:
         with pytest.raises(CorpError, match=r"out of reach: target_macs=0.98\d, the lightest one tried, gives 0.300"):
             corp.prune(model, data, recipe)
@@ -176,15 +176,15 @@ def test_what_cannot_be_had_and_what_never_stops_are_said(agreement: float, monk
 
 def test_agreement_needs_data_to_measure_on() -> None:
     model, data = build("vit"), batches("vit", 2, 10)
-    recipe = Recipe(min_agreement=0.9)
+    recipe = Recipe.paper(min_agreement=0.9)
     with pytest.raises(CorpError, match=r"corp.prune\(model, batches, recipe\), or corp prune with --calib"):
         corp.plan(model, corp.calibrate(model, data), recipe)
     with pytest.raises(CorpError, match="at least two"):
         corp.prune(model, data[:1], recipe)
     with pytest.raises(CorpError, match="not both"):
-        Recipe(min_agreement=0.9, target_macs=0.5)
+        Recipe.paper(min_agreement=0.9, target_macs=0.5)
     with pytest.raises(CorpError, match="0 < min_agreement <= 1"):
-        Recipe(min_agreement=95)
+        Recipe.paper(min_agreement=95)
 
 
 def kl(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]) -> float:
@@ -195,7 +195,7 @@ def kl(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]) -> fl
 
 def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
     model, data = build("vit"), batches("vit", 10, 20)
-    recipe = Recipe(preset="best", target_macs=0.7, sequential=False)
+    recipe = Recipe(target_macs=0.7, sequential=False)
     result = corp.prune(model, data, recipe)
     why, taken = result.plan.why["split"], result.plan.why["sharing"]
     best = min(why["tried"], key=lambda one: one["divergence"])
@@ -212,7 +212,7 @@ def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
 def test_sketches_leave_nothing_behind_for_the_plan() -> None:
     """The result is what planning with the same widths on fresh statistics gives."""
     model, data = build("vit"), batches("vit", 4, 20)
-    recipe = Recipe(preset="best", target_macs=0.7, sequential=False)
+    recipe = Recipe(target_macs=0.7, sequential=False)
     found = corp.prune(model, data, recipe)
     stats = corp.calibrate(model, HoldOut(data, 128))
     again = corp.apply(model, stats, found.plan)
@@ -223,6 +223,6 @@ def test_sketches_leave_nothing_behind_for_the_plan() -> None:
 
 def test_where_queries_are_told_nothing_is_tried_for_them() -> None:
     model, data = build("vit"), batches("vit", 4, 20)
-    recipe = Recipe(preset="best", target_macs=0.7, overrides={"*.attn": {"attn": 0.25}})
+    recipe = Recipe(target_macs=0.7, overrides={"*.attn": {"attn": 0.25}})
     result = corp.prune(model, data, recipe)
     assert len({one["queries"] for one in result.plan.why["split"]["tried"] if "queries" in one}) == 1

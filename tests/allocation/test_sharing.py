@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
+from corp.allocation.allocate import Sharing, usual_power
 
 import corp
 from corp import CorpError, Recipe
-from corp.allocation.allocate import Sharing, usual_power
 from corp.allocation.budget import budget_of, narrowest
 from corp.cli.recipes import _override
 from corp.planning.plan import Plan
@@ -33,30 +33,29 @@ def cost(sharing: Sharing, recipe: Recipe, widths: dict[str, int]) -> float:
 @pytest.mark.parametrize("target", [0.97, 0.8, 0.6, 0.4, "narrowest"])
 @pytest.mark.parametrize("changes", [{}, {"round_to": 8}, {"equal_heads": True}, {"skip": "blocks.0.*"}])
 def test_a_budget_is_met_wherever_equal_shares_meet_it(target: float | str, changes: dict, sharing: Sharing) -> None:
-    asked = Recipe(preset="best", target_macs=1.0, **changes)
+    asked = Recipe(target_macs=1.0, **changes)
     budget = budget_of(sharing.model, sharing.sites, asked, sharing.stats.inputs)
     least = narrowest(sharing.sites, asked, budget)
     wanted = least if target == "narrowest" else max(float(target), least)
-    recipe = Recipe(preset="best", target_macs=wanted, **changes)
+    recipe = Recipe(target_macs=wanted, **changes)
     widths, _ = sharing.share(recipe)
     assert cost(sharing, recipe, widths) <= wanted
     with pytest.raises(CorpError, match="out of reach"):
-        sharing.share(Recipe(preset="best", target_macs=least - 1e-3, **changes))
+        sharing.share(Recipe(target_macs=least - 1e-3, **changes))
 
 
 def test_the_share_of_queries_follows_the_budget(sharing: Sharing) -> None:
     removed = [
-        sharing.share(Recipe(preset="best", target_macs=target)).why["sharing"]["removed"]["attn"]
-        for target in (0.95, 0.8, 0.6, 0.45)
+        sharing.share(Recipe(target_macs=target)).why["sharing"]["removed"]["attn"] for target in (0.95, 0.8, 0.6, 0.45)
     ]
     assert removed == sorted(removed)
     assert removed[0] <= 0.25 < 0.45 < removed[-1] < 0.8
 
 
 def test_another_recipe_has_other_curves(sharing: Sharing) -> None:
-    skipping = sharing.share(Recipe(preset="best", target_macs=0.8, skip=["blocks.0.*"]))
+    skipping = sharing.share(Recipe(target_macs=0.8, skip=["blocks.0.*"]))
     assert skipping.widths["blocks.0.mlp"] == 96
-    whole = sharing.share(Recipe(preset="best", target_macs=0.8))
+    whole = sharing.share(Recipe(target_macs=0.8))
     assert whole.widths["blocks.0.mlp"] < 96
 
 
@@ -66,7 +65,7 @@ def test_where_the_stream_grows_errors_count_relative_to_it() -> None:
         model.blocks[1].mlp.fc2.weight *= 40
     stats = corp.calibrate(model, batches("vit"))
     sharing = Sharing(model, corp.find_sites(model), stats)
-    recipe = Recipe(preset="best", target_macs=0.7)
+    recipe = Recipe(target_macs=0.7)
     by_rule, absolute, relative = (sharing.share(recipe, power=power) for power in (None, 0.0, 1.0))
     assert by_rule == relative
     assert absolute.widths[SECOND] > relative.widths[SECOND]
@@ -74,22 +73,22 @@ def test_where_the_stream_grows_errors_count_relative_to_it() -> None:
 
 
 def test_queries_may_be_told_and_what_leaves_no_room_for_the_rest_is_not_taken(sharing: Sharing) -> None:
-    recipe = Recipe(preset="best", target_macs=0.7)
+    recipe = Recipe(target_macs=0.7)
     told = sharing.share(recipe, 0.5)
     assert {told.widths[site.name] for site in sharing.sites.attention} == {4}  # of 8
     assert told.why["sharing"]["queries"] == 0.5
     budget = budget_of(sharing.model, sharing.sites, recipe, sharing.stats.inputs)
     least = narrowest(sharing.sites, recipe, budget)  # values keep their width under equal shares
-    tight = Recipe(preset="best", target_macs=least + 0.01, overrides={"*": {"vo": 0.0}})
+    tight = Recipe(target_macs=least + 0.01, overrides={"*": {"vo": 0.0}})
     instead = sharing.share(tight, 0.0).why["sharing"]
     assert instead["queries"] == instead["equal_share"] > 0.9
 
 
-@pytest.mark.parametrize("allocate", ["uniform", "worth"])
+@pytest.mark.parametrize("allocate", ["uniform", "gain"])
 def test_ranges_bound_what_a_target_may_choose(allocate: str, sharing: Sharing) -> None:
-    free = sharing.share(Recipe(preset="best", allocate=allocate, target_macs=0.68)).widths
+    free = sharing.share(Recipe(allocate=allocate, target_macs=0.68)).widths
     bounds = {"blocks.0.*": {"mlp": (0.0, 0.1)}, "blocks.1.*": {"mlp": [0.8, 0.9], "attn": (0.0, 0.25)}}
-    recipe = Recipe(preset="best", allocate=allocate, target_macs=0.68, overrides=bounds)
+    recipe = Recipe(allocate=allocate, target_macs=0.68, overrides=bounds)
     widths, _ = sharing.share(recipe)
     width = sharing.sites[FIRST].width  # 96
     assert widths[FIRST] >= 0.9 * width > free[FIRST]
@@ -100,10 +99,10 @@ def test_ranges_bound_what_a_target_may_choose(allocate: str, sharing: Sharing) 
 
 def test_ranges_are_checked_read_and_written() -> None:
     with pytest.raises(CorpError, match="only a target makes"):
-        Recipe(mlp=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
+        Recipe.paper(mlp=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
     for odd in ((0.3, 0.1), (0.1,), (0.1, 1.0)):
         with pytest.raises(CorpError, match=r"range of sparsities|not a sparsity"):
-            Recipe(target_macs=0.5, overrides={"blocks.0.*": {"mlp": odd}})
+            Recipe.paper(target_macs=0.5, overrides={"blocks.0.*": {"mlp": odd}})
     assert _override("a:b.*:mlp=0-0.3,attn=1e-3,vo=0.1-2e-1") == (
         "a:b.*",
         {"mlp": (0.0, 0.3), "attn": 1e-3, "vo": (0.1, 0.2)},
@@ -111,18 +110,18 @@ def test_ranges_are_checked_read_and_written() -> None:
     for odd in ("a:mlp=0.1-", "a:mlp=-0.5-", "a:mlp=x"):
         with pytest.raises(CorpError, match="--override"):
             _override(odd)
-    recipe = Recipe(target_macs=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
+    recipe = Recipe.paper(target_macs=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert "blocks.0.*:mlp=0.0-0.3" in command_line("out", {"architecture": "vit"}, Plan(recipe, ()))
 
 
 def test_a_plan_says_who_got_what_and_keeps_it_on_disk(sharing: Sharing, tmp_path) -> None:
-    plan = corp.plan(sharing.model, sharing.stats, Recipe(preset="best", target_macs=0.7))
+    plan = corp.plan(sharing.model, sharing.stats, Recipe(target_macs=0.7))
     why = plan.why["sharing"]
-    assert (why["budget"], why["target"], why["allocate"]) == ("macs", 0.7, "worth")
+    assert (why["budget"], why["target"], why["allocate"]) == ("macs", 0.7, "gain")
     kept = {site.name: site.keep for site in plan.sites}
     mlp = [kept.get(site.name, site.width) / site.width for site in sharing.sites.mlp]
     assert why["removed"]["mlp"] == pytest.approx(1 - sum(mlp) / len(mlp))
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert corp.plan(sharing.model, sharing.stats, Recipe(mlp=0.5)).why == {}
+    assert corp.plan(sharing.model, sharing.stats, Recipe.paper(mlp=0.5)).why == {}

@@ -49,7 +49,7 @@ def assert_equal_folders(first: Path, second: Path, rtol: float = 0.0) -> None:
 
 
 def test_saved_statistics_give_the_same_plan(tmp_path: Path) -> None:
-    model, data, recipe = build("vit"), images(12, 20), Recipe(mlp=0.5, attn=0.5)
+    model, data, recipe = build("vit"), images(12, 20), Recipe.paper(mlp=0.5, attn=0.5)
     stats = corp.calibrate(model, data)
     stats.save(tmp_path / "stats")
     loaded = Statistics.load(tmp_path / "stats")
@@ -71,7 +71,7 @@ def test_a_folder_run_equals_a_run_in_memory(tmp_path: Path) -> None:
 def test_statistics_of_other_weights_are_refused(tmp_path: Path) -> None:
     corp.calibrate(build("vit"), images()).save(tmp_path / "stats")
     with pytest.raises(CorpError, match="other weights"):
-        corp.plan(build("dinov2"), Statistics.load(tmp_path / "stats"), Recipe(mlp=0.5))
+        corp.plan(build("dinov2"), Statistics.load(tmp_path / "stats"), Recipe.paper(mlp=0.5))
 
 
 DAMAGE = {
@@ -104,7 +104,7 @@ def test_damaged_statistics_end_in_a_clear_error(damage: str, tmp_path: Path) ->
     corp.calibrate(model, images()).save(tmp_path / "stats")
     DAMAGE[damage](tmp_path / "stats")
     with pytest.raises(CorpError):
-        corp.plan(model, Statistics.load(tmp_path / "stats"), Recipe(mlp=0.5, attn=0.5))
+        corp.plan(model, Statistics.load(tmp_path / "stats"), Recipe.paper(mlp=0.5, attn=0.5))
 
 
 # Memory.
@@ -175,12 +175,12 @@ def test_every_position_gets_its_turn() -> None:
 def test_a_number_of_tokens_per_sample() -> None:
     model, data = build("vit"), images()
     some, whole = (corp.calibrate(model, data, settings=Settings(tokens=t)) for t in (3, "all"))
-    few, many = (stats.moments_of("blocks.0.mlp").all for stats in (some, whole))
+    few, many = (stats.moments_of("blocks.0.mlp").total() for stats in (some, whole))
     assert (few.n, few.seen, many.n) == (3 * 150, 17 * 150, 17 * 150)
     # Ranking and bias do not depend on which tokens were sampled.
     torch.testing.assert_close(few.energy, many.energy)
     torch.testing.assert_close(few.mean, many.mean)
-    plans = [corp.plan(model, stats, Recipe(mlp=0.5, compensate="mean")).sites for stats in (some, whole)]
+    plans = [corp.plan(model, stats, Recipe.paper(mlp=0.5, compensate="mean")).sites for stats in (some, whole)]
     assert [site.kept for site in plans[0]] == [site.kept for site in plans[1]]
     with pytest.raises(CorpError, match="tokens=0"):
         Settings(tokens=0)
@@ -195,7 +195,7 @@ def test_the_output_projections_input_is_remembered_too() -> None:
         for batch in data:
             model(batch)
     torch.testing.assert_close(
-        stats.moments_of("blocks.1.attn.proj").all.cov, torch.cov(torch.cat(seen).T, correction=0)
+        stats.moments_of("blocks.1.attn.proj").total().cov(), torch.cov(torch.cat(seen).T, correction=0)
     )
 
 
@@ -206,7 +206,7 @@ def test_every_tenth_batch_is_held_out_and_still_used() -> None:
     stats = corp.calibrate(build("vit"), images(12, 20), settings=ALL)
     sums = stats.moments_of("blocks.0.mlp")
     assert (sums.fit.n, sums.held.n) == (11 * 20 * 17, 20 * 17)
-    assert sums.all.n == 12 * 20 * 17
+    assert sums.total().n == 12 * 20 * 17
     assert stats.grams_of("blocks.0.attn").held.samples == 20
 
 
@@ -215,7 +215,7 @@ def test_fits_that_do_not_generalise_are_warned_of_with_a_remedy() -> None:
     with pytest.warns(
         corp.errors.CorpWarning, match=r"larger on data that was not fitted; about \d+ samples \(now 20\)"
     ):
-        plan = corp.plan(model, corp.calibrate(model, data), Recipe(mlp=0.3, ridge=1e-6))
+        plan = corp.plan(model, corp.calibrate(model, data), Recipe.paper(mlp=0.3, ridge=1e-6))
     assert plan.sites[0].costs[0].held > plan.sites[0].costs[0].fit
 
 
@@ -242,9 +242,9 @@ def test_hard_cases_stay_close_to_two_passes(case: str) -> None:
     centred = exact - exact.mean(0)
     cov = centred.T @ centred / len(x)
     scale = cov.diagonal().clamp(min=1e-12).sqrt()
-    error = ((moments.cov - cov) / torch.outer(scale, scale).clamp(min=1e-9)).abs().max()
+    error = ((moments.cov() - cov) / torch.outer(scale, scale).clamp(min=1e-9)).abs().max()
     assert float(error) < 2e-4
-    assert float(torch.linalg.eigvalsh(moments.cov).min()) > -1e-5 * float(cov.diagonal().max()) - 1e-12
+    assert float(torch.linalg.eigvalsh(moments.cov()).min()) > -1e-5 * float(cov.diagonal().max()) - 1e-12
     torch.testing.assert_close(moments.mean, exact.mean(0), rtol=1e-6, atol=1e-6)
 
 
@@ -338,10 +338,10 @@ def test_workers_add_up_to_the_single_process(batches: int, workers: int, tmp_pa
                 x, y = getattr(a.moments_of(name), part), getattr(b.moments_of(name), part)
                 assert x.n == y.n
                 if x.n:
-                    torch.testing.assert_close(x.cov, y.cov, rtol=1e-9, atol=1e-9 * float(x.cov.abs().max()))
+                    torch.testing.assert_close(x.cov(), y.cov(), rtol=1e-9, atol=1e-9 * float(x.cov().abs().max()))
                     torch.testing.assert_close(x.mean, y.mean, rtol=1e-9, atol=1e-9)
         else:
-            x, y = a.grams_of(name).all.head(0), b.grams_of(name).all.head(0)
+            x, y = a.grams_of(name).total().head(0), b.grams_of(name).total().head(0)
             torch.testing.assert_close(x.cross(), y.cross(), rtol=1e-9, atol=1e-9 * float(x.cross().abs().max()))
 
 
@@ -360,8 +360,8 @@ def test_merging_folders_equals_one_pass(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     merged, whole = Statistics.load(tmp_path / "c"), corp.calibrate(model, data, settings=ALL)
     assert merged.samples == whole.samples
-    x, y = merged.moments_of("blocks.1.mlp").all, whole.moments_of("blocks.1.mlp").all
-    torch.testing.assert_close(x.cov, y.cov, rtol=1e-9, atol=1e-9)
+    x, y = merged.moments_of("blocks.1.mlp").total(), whole.moments_of("blocks.1.mlp").total()
+    torch.testing.assert_close(x.cov(), y.cov(), rtol=1e-9, atol=1e-9)
     twice = run("merge", tmp_path / "a", tmp_path / "c", "-o", tmp_path / "d")
     assert twice.exit_code == 1
     assert "counted twice" in twice.output

@@ -165,7 +165,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("bench") / "pruned"
     model = timm.create_model(MODEL, img_size=64).eval()
-    recipe = corp.Recipe(mlp=0.6, attn=0.4, compensate="none", skip=("blocks.[2-9].attn", "blocks.1?.attn"))
+    recipe = corp.Recipe.paper(mlp=0.6, attn=0.4, compensate="none", skip=("blocks.[2-9].attn", "blocks.1?.attn"))
     corp.save(corp.prune(model, [torch.randn(4, 3, 64, 64)], recipe), path)
     return path
 
@@ -216,7 +216,7 @@ def test_a_dense_model_has_no_causes() -> None:
 
 def test_round_widths_and_mlp_pruning_have_no_causes_either() -> None:
     model = vit(embed_dim=48, mlp_ratio=4.0)  # 192 hidden channels
-    result = corp.prune(model, [torch.randn(50, 3, 16, 16)], corp.Recipe(mlp=0.5, round_to=64, compensate="none"))
+    result = corp.prune(model, [torch.randn(50, 3, 16, 16)], corp.Recipe.paper(mlp=0.5, round_to=64, compensate="none"))
     contender = Contender("m", result.model, {"blocks.0.mlp": 192, "blocks.1.mlp": 192})
     slow = times(4.9, 6.0)
     assert explain(contender, slow, timing.gain(slow, slow, ideal=1.0)) == []

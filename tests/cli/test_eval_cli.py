@@ -66,7 +66,7 @@ def logits(weights: Path, photos: Path) -> torch.Tensor:
 def pruned(weights: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = timm_models.create(MODEL, weights)
     batches = ImageBatches(list_images([photos]), timm_models.preprocessing(model))
-    result = corp.prune(model, batches, corp.Recipe(mlp=0.5, compensate="none"))
+    result = corp.prune(model, batches, corp.Recipe.paper(mlp=0.5, compensate="none"))
     folder = tmp_path_factory.mktemp("pruned") / "deit-50"
     corp.save(result, folder)
     return folder

@@ -78,11 +78,11 @@ def test_sizes_from_one_pass_equal_separate_calibrations(photos: ImageBatches, t
         order = [path for part in photos.parts([4, 12, 24], 0) for path in part.paths]
         alone = corp.calibrate(model, ImageBatches(order[:size], to_tensor), settings=Settings("all"))
         for site in corp.find_sites(model).mlp:
-            a, b = (s.moments_of(site.name).all for s in (stats, alone))
+            a, b = (s.moments_of(site.name).total() for s in (stats, alone))
             assert a.n == b.n
-            torch.testing.assert_close(a.cov, b.cov, rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(a.cov(), b.cov(), rtol=1e-5, atol=1e-8)
         for site in corp.find_sites(model).attention:
-            a, b = (s.grams_of(site.name).all.head(0).cross() for s in (stats, alone))
+            a, b = (s.grams_of(site.name).total().head(0).cross() for s in (stats, alone))
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 

@@ -42,7 +42,7 @@ def test_everything_is_found_and_nothing_refused(family: str) -> None:
 
 def test_zero_sparsity_is_the_identity(family: str) -> None:
     model, data = build(family), batches(family)
-    result = prune(model, data, Recipe())
+    result = prune(model, data, Recipe.paper())
     assert torch.equal(run(result.model, data[0]), run(model, data[0]))
     assert result.plan.sites == ()
 
@@ -113,7 +113,7 @@ def test_budgets_are_met_exactly_as_counted(family: str) -> None:
     model, data = build(family), batches(family)
     stats = corp.calibrate(model, data)
     equal = family != "scale-attn-norm"
-    result = corp.apply(model, stats, corp.plan(model, stats, Recipe(target_macs=0.7, equal_heads=equal)))
+    result = corp.apply(model, stats, corp.plan(model, stats, Recipe.paper(target_macs=0.7, equal_heads=equal)))
     dense, pruned = result.report.macs
     sites = corp.find_sites(model)
     batch = example(stats.inputs, torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_budgets_are_met_exactly_as_counted(family: str) -> None:
 
 def all_kinds(family: str, sparsity: float) -> Recipe:
     """Everything that the family lets be pruned."""
-    return Recipe(mlp=sparsity, attn=sparsity, vo=0.0 if family == "scale-attn-norm" else sparsity)
+    return Recipe.paper(mlp=sparsity, attn=sparsity, vo=0.0 if family == "scale-attn-norm" else sparsity)
 
 
 def logit_errors(dense: nn.Module, pruned: nn.Module, name: str, data: list[Any], centred: bool = False) -> list[float]:
@@ -197,7 +197,7 @@ def test_redundant_channels_are_pruned_without_loss(family: str) -> None:
         down, _ = parameters_of(model, Rows(site.down, 0, 0))
         down /= down.norm(dim=0)
         down[:, half:] *= 0.9
-    result = prune(model, data, Recipe(mlp=0.5, rank="magnitude", ridge=1e-9))
+    result = prune(model, data, Recipe.paper(mlp=0.5, rank="magnitude", ridge=1e-9))
     torch.testing.assert_close(run(result.model, data[0]), run(model, data[0]), rtol=1e-5, atol=1e-5)
     assert all(site.rho2 > 0.999999 for site in result.plan.sites)
 
@@ -216,7 +216,7 @@ def test_redundant_dimensions_are_pruned_without_loss(family: str) -> None:
                 for tensor in parameters_of(model, rows):
                     if tensor is not None:
                         tensor[start + half : start + d] = mix @ tensor[start : start + half]
-    result = prune(model, data, Recipe(attn=0.5, ridge=1e-10))
+    result = prune(model, data, Recipe.paper(attn=0.5, ridge=1e-10))
     torch.testing.assert_close(run(result.model, data[0]), run(model, data[0]), rtol=1e-3, atol=1e-3)
     assert all(site.rho2 > 0.999 for site in result.plan.sites)
 
@@ -233,7 +233,7 @@ def test_redundant_values_are_pruned_without_loss(family: str) -> None:
             for tensor in parameters_of(model, site.v):
                 if tensor is not None:
                     tensor[start : start + d] = mix @ tensor[start : start + half].clone()
-    result = prune(model, data, Recipe(vo=all_kinds(family, 0.5).vo, ridge=1e-10))
+    result = prune(model, data, Recipe.paper(vo=all_kinds(family, 0.5).vo, ridge=1e-10))
     torch.testing.assert_close(run(result.model, data[0]), run(model, data[0]), rtol=1e-5, atol=1e-5)
     assert all(site.relative_error < 1e-8 for site in result.plan.sites)
 
@@ -270,10 +270,10 @@ def test_qk_norm_refuses_attention_and_leaves_the_mlp() -> None:
     assert [r.name for r in sites.refused if r.kind == "attn"] == ["blocks.0.attn", "blocks.1.attn"]
     assert [r.name for r in sites.refused if r.kind == "vo"] == ["blocks.0.attn.proj", "blocks.1.attn.proj"]
     with pytest.raises(CorpError, match=r"blocks\.0\.attn \(attn\): QK-norm.*skip"):
-        corp.prune(model, [], Recipe(attn=0.5))
+        corp.prune(model, [], Recipe.paper(attn=0.5))
     data = images(dtype=torch.float32)
-    assert len(corp.prune(model, data, Recipe(mlp=0.5)).plan.sites) == 2
-    assert len(corp.prune(model, data, Recipe(mlp=0.5, attn=0.5, skip="*.attn")).plan.sites) == 2
+    assert len(corp.prune(model, data, Recipe.paper(mlp=0.5)).plan.sites) == 2
+    assert len(corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5, skip="*.attn")).plan.sites) == 2
 
 
 def test_norm_inside_the_mlp_refuses_the_mlp() -> None:
@@ -324,7 +324,7 @@ def test_a_backbone_inside_a_module_is_found() -> None:
 
     model, data = Head(), images()
     assert corp.find_sites(model).mlp[0].name == "backbone.blocks.0.mlp"
-    result = corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
+    result = corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5))
     assert result.report.params[1] < result.report.params[0]
 
 
@@ -349,7 +349,7 @@ def test_a_user_can_register_an_adapter_in_a_few_lines(monkeypatch: pytest.Monke
 
     corp.register_adapter("two-layer", find)
     model = TwoLayer()
-    result = corp.prune(model, [torch.randn(64, 6) for _ in range(4)], Recipe(mlp=0.5))
+    result = corp.prune(model, [torch.randn(64, 6) for _ in range(4)], Recipe.paper(mlp=0.5))
     assert result.model.first.out_features == 10
     assert len(corp.find_sites(vit())) == 6  # the built-in ones still answer
 

@@ -24,7 +24,7 @@ from tests.helpers.models import FAMILIES, batches, build, prune, run
 pytestmark = pytest.mark.filterwarnings("ignore:.*data that was not fitted:corp.errors.CorpWarning")
 HF = [name for name in FAMILIES if name.startswith("hf-")]
 TEXT = [name for name in HF if FAMILIES[name].batch is hf_models.text]
-BOTH = Recipe(mlp=0.5, attn=0.5)
+BOTH = Recipe.paper(mlp=0.5, attn=0.5)
 
 
 def pruned(family: str, recipe: Recipe = BOTH, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -57,11 +57,11 @@ def padded(ids: list[Tensor], side: str) -> dict[str, Tensor]:
 
 def assert_same_statistics(a: corp.Statistics, b: corp.Statistics) -> None:
     for name in a.sums:
-        x, y = a.sums[name].all, b.sums[name].all
+        x, y = a.sums[name].total(), b.sums[name].total()
         if hasattr(x, "cov"):
             assert (x.n, x.seen) == (y.n, y.seen)
-            scale = float(x.cov.abs().max())
-            torch.testing.assert_close(x.cov, y.cov, rtol=1e-8, atol=1e-10 * scale)
+            scale = float(x.cov().abs().max())
+            torch.testing.assert_close(x.cov(), y.cov(), rtol=1e-8, atol=1e-10 * scale)
             torch.testing.assert_close(x.mean, y.mean, rtol=1e-8, atol=1e-10 * scale)
         else:
             assert (x.samples, x.entries, x.tokens) == (y.samples, y.entries, y.tokens)
@@ -88,7 +88,7 @@ def test_padded_batches_give_the_statistics_of_single_documents(family: str) -> 
         together = corp.calibrate(
             model, [feed(padded(ids[i : i + 6], side)) for i in range(0, 24, 6)], settings=settings
         )
-        folded = {name: sums.all for name, sums in together.sums.items()}
+        folded = {name: sums.total() for name, sums in together.sums.items()}
         assert folded
         assert_same_statistics(alone, together)
 
@@ -198,9 +198,9 @@ def test_ignoring_causality_is_a_setting_and_gives_other_sums() -> None:
     model, data = build("hf-opt"), batches("hf-opt")
     blocks, whole = (corp.calibrate(model, data, settings=Settings(causal=c)) for c in (True, False))
     name = "model.decoder.layers.0.self_attn"
-    assert (blocks.grams_of(name).all.entries, whole.grams_of(name).all.entries) == (CAUSAL_BLOCKS * 60, 60)
-    assert float(blocks.grams_of(name).all.head(0).energy().sum()) < float(
-        whole.grams_of(name).all.head(0).energy().sum()
+    assert (blocks.grams_of(name).total().entries, whole.grams_of(name).total().entries) == (CAUSAL_BLOCKS * 60, 60)
+    assert float(blocks.grams_of(name).total().head(0).energy().sum()) < float(
+        whole.grams_of(name).total().head(0).energy().sum()
     )
 
 
@@ -271,7 +271,7 @@ def test_weights_are_returned_once_where_the_dense_model_returned_them_before() 
     model, data = build("hf-opt"), batches("hf-opt")
     model.set_attn_implementation("eager")
     dense = model(**data[0], output_attentions=True).attentions
-    smaller = corp.prune(model, data, Recipe(attn=0.25)).model
+    smaller = corp.prune(model, data, Recipe.paper(attn=0.25)).model
     narrow = smaller(**data[0], output_attentions=True).attentions
     assert len(narrow) == len(dense) == 2
     assert 0 < float((narrow[0] - dense[0]).detach().abs().max()) < 1
@@ -359,12 +359,12 @@ def test_saved_models_come_back_bit_identical_from_their_config(family: str, tmp
     assert type(loaded) is type(result.model)
     assert torch.equal(run(loaded, data[0]), run(result.model, data[0]))
     assert count_params(loaded) == count_params(result.model)
-    twice = prune(loaded, data, Recipe(mlp=0.2, attn=0.3))
+    twice = prune(loaded, data, Recipe.paper(mlp=0.2, attn=0.3))
     assert torch.equal(run(corp.load(save(twice, tmp_path / "twice")), data[0]), run(twice.model, data[0]))
 
 
 def test_card_and_page_of_a_transformers_model_say_how_to_load_it(tmp_path: Path) -> None:
-    corp.save(corp.prune(build("hf-bert"), batches("hf-bert"), Recipe(mlp=0.5)), tmp_path / "out")
+    corp.save(corp.prune(build("hf-bert"), batches("hf-bert"), Recipe.paper(mlp=0.5)), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "# BertModel, pruned" in card
     assert "base=" not in card
@@ -433,7 +433,7 @@ def test_the_encoders_fast_path_is_not_taken_with_narrowed_attention() -> None:
     """In inference the dense layer computes from self_attn's parameters; narrowed ones would give nonsense."""
     model, data = build("torch-encoder", torch.float32), batches("torch-encoder", dtype=torch.float32)
     hidden = torch.arange(11)[None] >= torch.randint(4, 12, (20, 1))
-    recipes = (BOTH, Recipe(mlp=0.5), Recipe(attn=0.5, skip="*.0.*"))
+    recipes = (BOTH, Recipe.paper(mlp=0.5), Recipe.paper(attn=0.5, skip="*.0.*"))
     for smaller in (prune(model, data, recipe).model for recipe in recipes):
         for mask in (None, hidden):
             batch = {**data[0], "src_key_padding_mask": mask}

@@ -128,7 +128,7 @@ def test_predicted_distortion_of_logits_equals_the_measured_one(family: str) -> 
     """Of the logits that exist: rotated dimensions exactly, others up to blocks of queries."""
     model, data = build(family), data_for(family)
     stats = calibrate(model, data)
-    plan = corp.plan(model, stats, Recipe(attn=0.5, ridge=1e-2))
+    plan = corp.plan(model, stats, Recipe.paper(attn=0.5, ridge=1e-2))
     assert len(plan.sites) == 2
     for planned in plan.sites:
         pruned = corp.apply(model, stats, dataclasses.replace(plan, sites=(planned,))).model
@@ -189,7 +189,7 @@ def test_dimensions_that_carry_nothing_are_pruned_without_loss(family: str, rank
                     bias[:, 1::2] = 0
                     module.bias[rows.index] = bias.flatten()
     stats = calibrate(model, data)
-    pruned = corp.apply(model, stats, corp.plan(model, stats, Recipe(attn=0.5, rank=rank))).model
+    pruned = corp.apply(model, stats, corp.plan(model, stats, Recipe.paper(attn=0.5, rank=rank))).model
     assert all(m.qk_dim == 4 for m in pruned.modules() if isinstance(m, NarrowAttention))
     torch.testing.assert_close(logits(pruned, data[1]), logits(model, data[1]))
 
@@ -199,10 +199,10 @@ def test_compensation_and_exact_choice_help(family: str) -> None:
     model, data = build(family), data_for(family, 8)
     stats = calibrate(model, data)
     recipes = {
-        "none": Recipe(attn=0.5, compensate="none"),
-        "full": Recipe(attn=0.5),
-        "mlp": Recipe(mlp=0.5),
-        "exact mlp": Recipe(mlp=0.5, rank="exact"),
+        "none": Recipe.paper(attn=0.5, compensate="none"),
+        "full": Recipe.paper(attn=0.5),
+        "mlp": Recipe.paper(mlp=0.5),
+        "exact mlp": Recipe.paper(mlp=0.5, rank="exact"),
     }
     cost = {name: sum(site.costs[0].J for site in corp.plan(model, stats, r).sites) for name, r in recipes.items()}
     assert cost["full"] < cost["none"]
@@ -211,7 +211,7 @@ def test_compensation_and_exact_choice_help(family: str) -> None:
 
 def test_generation_is_the_same_with_a_cache_without_and_in_padded_batches(family: str) -> None:
     model = build(family)
-    pruned = corp.prune(model, data_for(family), Recipe(mlp=0.25, attn=0.5)).model.float()
+    pruned = corp.prune(model, data_for(family), Recipe.paper(mlp=0.25, attn=0.5)).model.float()
     prompt = torch.tensor([[7, 8, 9, 10, 11]])
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     cached = pruned.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
@@ -231,13 +231,13 @@ def test_generation_is_the_same_with_a_cache_without_and_in_padded_batches(famil
 
 
 def test_the_cache_holds_keys_of_the_true_width() -> None:
-    pruned = corp.prune(build("llama"), batches(), Recipe(attn=0.5)).model
+    pruned = corp.prune(build("llama"), batches(), Recipe.paper(attn=0.5)).model
     cache = pruned(**batches()[0], use_cache=True).past_key_values
     assert (cache.layers[0].keys.shape[-1], cache.layers[0].values.shape[-1]) == (4, 8)
 
 
 def test_sdpa_and_eager_agree_on_padded_batches(family: str) -> None:
-    pruned = corp.prune(build(family), data_for(family), Recipe(mlp=0.25, attn=0.5)).model.float()
+    pruned = corp.prune(build(family), data_for(family), Recipe.paper(mlp=0.25, attn=0.5)).model.float()
     found = []
     for kernel in ("eager", "sdpa") if family != "gemma2" else ("eager", "eager"):  # sdpa knows no soft-capping
         pruned.set_attn_implementation(kernel)
@@ -247,7 +247,7 @@ def test_sdpa_and_eager_agree_on_padded_batches(family: str) -> None:
 
 def test_saved_models_come_back_bit_identical(family: str, tmp_path: Path) -> None:
     model = build(family, torch.bfloat16)
-    result = corp.prune(model, data_for(family), Recipe(mlp=0.25, attn=0.5))
+    result = corp.prune(model, data_for(family), Recipe.paper(mlp=0.25, attn=0.5))
     assert {p.dtype for p in result.model.parameters()} == {torch.bfloat16}
     corp.save(result, tmp_path / "out")
     assert torch.equal(logits(corp.load(tmp_path / "out"), batches()[1]), logits(result.model, batches()[1]))
@@ -257,13 +257,13 @@ def test_statistics_survive_a_folder(tmp_path: Path) -> None:
     model = build("phi")
     stats = calibrate(model, batches())
     stats.save(tmp_path / "stats")
-    recipe = Recipe(mlp=0.25, attn=0.5)
+    recipe = Recipe.paper(mlp=0.25, attn=0.5)
     plans = [corp.plan(model, s, recipe).to_dict() for s in (stats, corp.Statistics.load(tmp_path / "stats"))]
     assert plans[0] == plans[1]
 
 
 def test_compiled_models_compute_the_same() -> None:
-    pruned = corp.prune(build("llama"), batches(), Recipe(mlp=0.25, attn=0.5)).model
+    pruned = corp.prune(build("llama"), batches(), Recipe.paper(mlp=0.25, attn=0.5)).model
     expected = logits(pruned, batches()[0])
     compiled = torch.compile(pruned, backend="eager", fullgraph=True)
     torch.testing.assert_close(logits(compiled, batches()[0]), expected)
@@ -281,17 +281,17 @@ def test_qk_norm_is_refused_with_the_reason_and_the_mlp_pruned(name: str) -> Non
     torch.manual_seed(0)
     model, data = REFUSED[name]().double().eval(), batches()
     with pytest.raises(CorpError, match="QK-norm divides by the length of the whole head"):
-        corp.prune(model, data, Recipe(mlp=0.5, attn=0.5))
-    result = corp.prune(model, data, Recipe(mlp=0.5))
+        corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5))
+    result = corp.prune(model, data, Recipe.paper(mlp=0.5))
     assert result.report.params[1] < result.report.params[0]
     assert torch.isfinite(logits(result.model, data[1])).all()
 
 
 def test_narrowed_rotary_attention_is_not_narrowed_again() -> None:
-    pruned = corp.prune(build("llama"), batches(), Recipe(attn=0.5)).model
+    pruned = corp.prune(build("llama"), batches(), Recipe.paper(attn=0.5)).model
     with pytest.raises(CorpError, match="narrowed already"):
-        corp.prune(pruned, batches(), Recipe(attn=0.5))
-    again = corp.prune(pruned, batches(), Recipe(mlp=0.5))
+        corp.prune(pruned, batches(), Recipe.paper(attn=0.5))
+    again = corp.prune(pruned, batches(), Recipe.paper(mlp=0.5))
     assert torch.isfinite(logits(again.model, batches()[0])).all()
 
 
@@ -305,7 +305,7 @@ def test_sharded_half_precision_checkpoints_are_read_and_keep_their_dtype(tmp_pa
     build("llama", torch.bfloat16).save_pretrained(tmp_path / "dense", max_shard_size="20KB")
     assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
     model = hf_models.create(str(tmp_path / "dense"))
-    result = corp.prune(model, batches(), Recipe(mlp=0.25, attn=0.5))
+    result = corp.prune(model, batches(), Recipe.paper(mlp=0.25, attn=0.5))
     corp.save(result, tmp_path / "pruned")
     loaded = corp.load(tmp_path / "pruned")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
@@ -315,7 +315,7 @@ def test_sharded_half_precision_checkpoints_are_read_and_keep_their_dtype(tmp_pa
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_layers_that_visit_the_device_one_by_one_give_the_same_statistics(place: str) -> None:
     model, data = build("phi"), batches()
-    recipe = Recipe(mlp=0.25, attn=0.5)
+    recipe = Recipe.paper(mlp=0.25, attn=0.5)
     plans = []
     for offload in (None, place):
         stats = corp.calibrate(model, data, settings=Settings("all", offload=offload))

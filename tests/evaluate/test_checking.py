@@ -26,7 +26,7 @@ def test_the_error_of_the_weights_is_the_planned_one(family: str, dtype: torch.d
     model, data = models.build(family, dtype), models.batches(family, dtype=dtype)
     stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
     for basis in ("coordinates", "subspace"):
-        plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5, attn_basis=basis))
+        plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5, attn_basis=basis))
         findings = verify(model, corp.apply(model, stats, plan).model, stats, plan)
         assert [finding.site for finding in findings] == [site.name for site in plan.sites]
         assert all(finding.agrees for finding in findings)
@@ -37,7 +37,7 @@ def test_the_error_of_the_weights_is_the_planned_one(family: str, dtype: torch.d
 def test_rotary_weights_too(family: str, rank: str) -> None:
     model, data = test_hf_rotary.build(family, torch.float32), test_hf_rotary.batches()
     stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
-    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5, rank=rank))
+    plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5, rank=rank))
     findings = verify(model, corp.apply(model, stats, plan).model, stats, plan)
     assert len(findings) == len(plan.sites)
     assert all(finding.agrees for finding in findings)
@@ -48,7 +48,7 @@ def test_a_fold_that_goes_wrong_is_not_given_out(kind: str, monkeypatch: pytest.
     """One percent off in one part of one layer."""
     model, data = models.build("vit", torch.float32), models.batches("vit", dtype=torch.float32)
     stats = corp.calibrate(model, data)
-    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5))
+    plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5))
     right = folding.apply_sites
 
     def wrong(smaller: torch.nn.Module, group: list[folding.Planned], *rest: object) -> None:
@@ -66,7 +66,7 @@ def test_a_fold_that_goes_wrong_is_not_given_out(kind: str, monkeypatch: pytest.
 @pytest.mark.parametrize("family", [*SOME, "hf-opt", "hf-whisper", "no-biases"])
 def test_sites_fed_with_dense_inputs_do_what_their_weights_say(family: str) -> None:
     model, data = models.build(family), models.batches(family)
-    result = models.prune(model, data[:2], Recipe(mlp=0.5, attn=0.5, vo=0.25, attn_basis="subspace"))
+    result = models.prune(model, data[:2], Recipe.paper(mlp=0.5, attn=0.5, vo=0.25, attn_basis="subspace"))
     before, modules = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
     checked = check(model, result.model, result.plan, data[2:])
     assert [one.finding.site for one in checked] == [site.name for site in result.plan.sites]
@@ -82,7 +82,7 @@ def test_sites_fed_with_dense_inputs_do_what_their_weights_say(family: str) -> N
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "gpt-neox"])
 def test_rotated_sites_too(family: str, rank: str) -> None:
     model, data = test_hf_rotary.build(family), test_hf_rotary.data_for(family)
-    result = models.prune(model, data[:2], Recipe(mlp=0.5, attn=0.5, rank=rank))
+    result = models.prune(model, data[:2], Recipe.paper(mlp=0.5, attn=0.5, rank=rank))
     checked = check(model, result.model, result.plan, data[2:])
     assert [one.finding.site for one in checked] == [site.name for site in result.plan.sites]
     require_equal(checked)
@@ -93,7 +93,7 @@ def test_rotated_sites_too(family: str, rank: str) -> None:
 
 def test_a_wrong_frequency_is_found() -> None:
     model, data = test_hf_rotary.build("llama"), test_hf_rotary.batches()
-    result = models.prune(model, data, Recipe(attn=0.5))
+    result = models.prune(model, data, Recipe.paper(attn=0.5))
     site = result.plan.sites[0]
     other = dataclasses.replace(site, kept=tuple(tuple(sorted(_turned_away(group))) for group in site.kept))
     plan = dataclasses.replace(result.plan, sites=(other, *result.plan.sites[1:]))
@@ -111,7 +111,7 @@ def _turned_away(kept: tuple[int, ...]) -> set[int]:
 
 def test_a_module_that_computes_something_else_is_found() -> None:
     model, data = models.build("vit"), models.batches("vit")
-    result = models.prune(model, data, Recipe(mlp=0.5))
+    result = models.prune(model, data, Recipe.paper(mlp=0.5))
     result.model.blocks[1].mlp.fc1.register_forward_hook(lambda _m, _a, out: 1.02 * out)
     with pytest.raises(CorpError, match=r"1 of 2 sites do not do what their weights say: blocks\.1\.mlp"):
         require_equal(check(model, result.model, result.plan, data[:1]))
@@ -119,7 +119,7 @@ def test_a_module_that_computes_something_else_is_found() -> None:
 
 def test_another_dense_model_is_refused() -> None:
     model, data = models.build("vit"), models.batches("vit")
-    result = models.prune(model, data, Recipe(mlp=0.5))
+    result = models.prune(model, data, Recipe.paper(mlp=0.5))
     model.blocks[0].mlp.fc1.weight.data *= 2
     with pytest.raises(CorpError, match="other weights than the one that was pruned"):
         check(model, result.model, result.plan, data)

@@ -130,7 +130,7 @@ def test_likeness_equals_a_loop_over_tokens() -> None:
 @pytest.mark.parametrize("family", ["vit", "deit-distilled", "dinov2-registers", "siglip", "relative-position"])
 def test_every_block_and_the_final_features_are_compared(family: str) -> None:
     dense, batches = build(family), images(2, 8)
-    pruned = corp.prune(dense, images(3, 50), corp.Recipe(mlp=0.5, attn=0.5)).model
+    pruned = corp.prune(dense, images(3, 50), corp.Recipe.paper(mlp=0.5, attn=0.5)).model
     features = Features()
     side_by_side(dense, [Contender(pruned, features=features)], batches)
     assert features.ordered() == ["final", "blocks.0", "blocks.1"]

@@ -15,7 +15,7 @@ from tests.contract import test_hf_rotary as rotary
 from tests.contract.test_adapters import hidden_output, logit_errors
 from tests.helpers.models import batches, build
 
-ALL = Recipe(mlp=0.5, attn=0.5, vo=0.5)
+ALL = Recipe.paper(mlp=0.5, attn=0.5, vo=0.5)
 
 
 def shifted(data: list[Tensor]) -> list[Tensor]:
@@ -43,7 +43,7 @@ def stats(model: nn.Module, data: list[Tensor]) -> corp.Statistics:
 def test_the_same_distribution_does_not_warn_and_another_does(
     changes: dict, model: nn.Module, data: list[Tensor], stats: corp.Statistics
 ) -> None:
-    plan = corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, vo=0.5, **changes))
+    plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5, **changes))
     same = corp.measure_shift(model, stats, stats, plan)
     assert all(site.spread == 0 and site.mean in (None, 0) for site in same.sites)
     assert [site.deployed for site in same.sites] == pytest.approx([site.relative_error for site in plan.sites])
@@ -70,10 +70,10 @@ def test_the_error_on_deployment_data_is_the_one_it_makes(
     there = shifted(data[:4])
     deployment = corp.calibrate(model, there, settings=corp.calibration.job.Settings(tokens="all"))
     for recipe, name in (
-        (Recipe(mlp=0.5), "blocks.0.mlp"),
-        (Recipe(vo=0.5), "blocks.0.attn.proj"),
-        (Recipe(attn=0.5), "blocks.0.attn"),
-        (Recipe(attn=0.5, attn_basis="subspace"), "blocks.0.attn"),
+        (Recipe.paper(mlp=0.5), "blocks.0.mlp"),
+        (Recipe.paper(vo=0.5), "blocks.0.attn.proj"),
+        (Recipe.paper(attn=0.5), "blocks.0.attn"),
+        (Recipe.paper(attn=0.5, attn_basis="subspace"), "blocks.0.attn"),
     ):
         plan = corp.plan(model, stats, recipe)
         pruned = corp.apply(model, stats, plan).model
@@ -107,7 +107,7 @@ def test_calibrating_on_the_mixture_helps_on_deployment_data(
     deployment = corp.calibrate(model, shifted(data[:10]))
     mixture = stats + deployment
     alone, mixed = (
-        corp.measure_shift(model, from_, deployment, corp.plan(model, from_, Recipe(mlp=0.5)))
+        corp.measure_shift(model, from_, deployment, corp.plan(model, from_, Recipe.paper(mlp=0.5)))
         for from_ in (stats, mixture)
     )
     for before, after in zip(alone.sites, mixed.sites, strict=True):
@@ -119,7 +119,7 @@ def test_rotary_models_are_measured_too(family: str) -> None:
     model = rotary.build(family)
     data = rotary.batches(40)
     stats, other = corp.calibrate(model, data[:20]), corp.calibrate(model, data[20:])
-    plan = corp.plan(model, stats, Recipe(attn=0.5))
+    plan = corp.plan(model, stats, Recipe.paper(attn=0.5))
     shift = corp.measure_shift(model, stats, other, plan)
     assert all(site.bound is not None and site.best <= site.deployed <= site.bound for site in shift.sites)
     assert shift.warning() is None

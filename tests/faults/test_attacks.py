@@ -121,7 +121,7 @@ def test_code_in_a_transformers_folder_is_not_run(what: str, tmp_path: Path, mar
 def test_a_saved_models_config_cannot_name_code(tmp_path: Path, marker: Path) -> None:
     model = hf_models.create(str(hf_folders.opt(tmp_path / "opt")))
     ids = [{"input_ids": torch.randint(4, 24, (4, 16)), "attention_mask": torch.ones(4, 16)} for _ in range(12)]
-    corp.save(corp.prune(model, ids, Recipe(mlp=0.5)), tmp_path / "saved")
+    corp.save(corp.prune(model, ids, Recipe.paper(mlp=0.5)), tmp_path / "saved")
     (tmp_path / "saved" / "evil.py").write_text(CODE.format(marker=str(marker), base="OPTForCausalLM"))
     manifest = json.loads((tmp_path / "saved" / "corp.json").read_text())
     for name in ("evil.Evil", "AutoModel", "pipeline", "os", "../evil"):
@@ -173,7 +173,9 @@ def test_links_out_of_a_model_folder_are_not_followed(name: str, tmp_path: Path)
     import timm
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=2).eval()
-    corp.save(corp.prune(model, [torch.randn(8, 3, 32, 32)], Recipe(mlp=0.9, compensate="none")), tmp_path / "saved")
+    corp.save(
+        corp.prune(model, [torch.randn(8, 3, 32, 32)], Recipe.paper(mlp=0.9, compensate="none")), tmp_path / "saved"
+    )
     (tmp_path / "saved" / name).rename(tmp_path / "outside")
     (tmp_path / "saved" / name).symlink_to(tmp_path / "outside")
     with pytest.raises(CorpError, match="link out of its folder"):

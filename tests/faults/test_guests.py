@@ -19,7 +19,7 @@ import corp
 from corp import CorpError, Recipe, Result
 from tests.helpers.models import build, images
 
-HALF = Recipe(mlp=0.5, attn=0.5)
+HALF = Recipe.paper(mlp=0.5, attn=0.5)
 
 
 def pruned(model: nn.Module, dtype: torch.dtype = torch.float64) -> Result:
@@ -54,7 +54,9 @@ def test_a_model_in_train_mode_is_calibrated_in_eval_mode_and_given_back() -> No
     before = modes(model)
     stats, expected = corp.calibrate(model, images()), corp.calibrate(reference, images())
     assert modes(model) == before
-    assert torch.equal(stats.moments_of("blocks.0.mlp").all.cov, expected.moments_of("blocks.0.mlp").all.cov)
+    assert torch.equal(
+        stats.moments_of("blocks.0.mlp").total().cov(), expected.moments_of("blocks.0.mlp").total().cov()
+    )
     with pytest.raises(RuntimeError, match="ends here"):
         corp.calibrate(model, failing())
     assert modes(model) == before
@@ -83,7 +85,9 @@ def test_a_saved_timm_model_is_loaded_without_drawing_numbers(tmp_path: Path) ->
     import timm
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=2).eval()
-    corp.save(corp.prune(model, [torch.randn(8, 3, 32, 32)], Recipe(mlp=0.9, compensate="none")), tmp_path / "model")
+    corp.save(
+        corp.prune(model, [torch.randn(8, 3, 32, 32)], Recipe.paper(mlp=0.9, compensate="none")), tmp_path / "model"
+    )
     before = torch.get_rng_state()
     corp.load(tmp_path / "model")
     assert torch.equal(torch.get_rng_state(), before)
@@ -217,8 +221,8 @@ def test_a_block_used_twice_is_cut_once_for_both_uses() -> None:
     smaller: Any = result.model
     assert [site.name for site in result.plan.sites] == ["blocks.0.attn", "blocks.0.mlp"]
     assert smaller.blocks[1] is smaller.blocks[0]
-    seen = corp.calibrate(model, images()).moments_of("blocks.0.mlp").all.seen
-    assert seen == 2 * corp.calibrate(build("vit"), images()).moments_of("blocks.0.mlp").all.seen
+    seen = corp.calibrate(model, images()).moments_of("blocks.0.mlp").total().seen
+    assert seen == 2 * corp.calibrate(build("vit"), images()).moments_of("blocks.0.mlp").total().seen
 
 
 def test_weights_shared_by_two_layers_are_cut_apart() -> None:

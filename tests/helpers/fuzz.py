@@ -144,7 +144,9 @@ class Target(NamedTuple):
 def make_plan(folder: Path) -> None:
     model, data = build("vit"), images(8, 10)
     stats = corp.calibrate(model, data, settings=Settings(tokens="all"))
-    recipe = Recipe(mlp=0.5, attn=0.5, skip=("*.1.attn",), overrides={"*.0.mlp": {"mlp": 0.3}}, round_to={"mlp": 8})
+    recipe = Recipe.paper(
+        mlp=0.5, attn=0.5, skip=("*.1.attn",), overrides={"*.0.mlp": {"mlp": 0.3}}, round_to={"mlp": 8}
+    )
     corp.plan(model, stats, recipe).save(folder / "plan.json")
 
 
@@ -161,7 +163,7 @@ def make_statistics(folder: Path) -> None:
 def read_statistics(folder: Path) -> None:
     stats = Statistics.load(folder / "stats")
     model = build("vit")
-    corp.apply(model, stats, corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5)))
+    corp.apply(model, stats, corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5)))
 
 
 def _llama() -> Any:
@@ -176,7 +178,7 @@ def make_rotary_statistics(folder: Path) -> None:
 
 
 def read_rotary_statistics(folder: Path) -> None:
-    corp.plan(_llama(), Statistics.load(folder / "stats"), Recipe(mlp=0.5, attn=0.5))
+    corp.plan(_llama(), Statistics.load(folder / "stats"), Recipe.paper(mlp=0.5, attn=0.5))
 
 
 def _stream(stop: int) -> Iterator[Any]:
@@ -199,7 +201,7 @@ def read_checkpoint(folder: Path) -> None:
 def make_hf_saved(folder: Path) -> None:
     model = hf_models.create(str(hf_folders.opt(folder / "dense")))
     ids = [{"input_ids": torch.randint(4, 24, (4, 16)), "attention_mask": torch.ones(4, 16)} for _ in range(12)]
-    corp.save(corp.prune(model, ids, Recipe(mlp=0.5, attn=0.5)), folder / "saved")
+    corp.save(corp.prune(model, ids, Recipe.paper(mlp=0.5, attn=0.5)), folder / "saved")
     shutil.rmtree(folder / "dense")
 
 
@@ -209,7 +211,7 @@ def make_timm_saved(folder: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=2).eval()
     batch = [torch.randn(8, 3, 32, 32) for _ in range(3)]
-    corp.save(corp.prune(model, batch, Recipe(mlp=0.9, attn=0.5)), folder / "saved")
+    corp.save(corp.prune(model, batch, Recipe.paper(mlp=0.9, attn=0.5)), folder / "saved")
 
 
 def read_saved(folder: Path) -> None:

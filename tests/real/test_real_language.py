@@ -63,5 +63,5 @@ def test_spearman_of_the_dense_encoder(minilm: Benchmark) -> None:
 def test_cosine_is_that_of_an_independent_implementation(
     minilm: Benchmark, stats: corp.Statistics, recipe: dict[str, object], cosine: float
 ) -> None:
-    pruned = corp.apply(minilm.model, stats, corp.plan(minilm.model, stats, Recipe(**recipe))).model
+    pruned = corp.apply(minilm.model, stats, corp.plan(minilm.model, stats, Recipe.paper(**recipe))).model
     assert minilm.measure(pruned)["cosine"] == pytest.approx(cosine, abs=0.005)

@@ -95,7 +95,7 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tensor
 @pytest.mark.parametrize("family", [*OTHERS, *ROTARY])
 def test_the_streams_are_those_of_the_whole_models(family: str, driven: dict[tuple[int, str], list[Tensor]]) -> None:
     model, data = setup(family)
-    result = models.prune(model, data, Recipe(**HALF, sequential=True))
+    result = models.prune(model, data, Recipe.paper(**HALF, sequential=True))
     for whole in (model, result.model):
         for name, outputs in block_outputs(whole, data).items():
             streams = driven[id(whole), name][-len(data) :]  # the last time that the block was driven
@@ -107,7 +107,7 @@ def test_the_streams_are_those_of_the_whole_models(family: str, driven: dict[tup
 def test_fitting_in_sequence_leaves_no_larger_error(family: str) -> None:
     model, data = setup(family)
     before, modes, attached = fingerprint(model), [m.training for m in model.modules()], hooks(model)
-    one_shot, result = (models.prune(model, data, Recipe(**HALF, sequential=mode)) for mode in (False, True))
+    one_shot, result = (models.prune(model, data, Recipe.paper(**HALF, sequential=mode)) for mode in (False, True))
     assert error(result.model, model, data) < error(one_shot.model, model, data)
     assert [(s.name, s.keep) for s in result.plan.sites] == [(s.name, s.keep) for s in one_shot.plan.sites]
     assert result.report.params == one_shot.report.params
@@ -129,7 +129,7 @@ def test_the_gap_is_what_the_stream_lags_by(
 
     monkeypatch.setattr("corp.refit.repair.correction", spy)
     model, data = setup(family)
-    result = models.prune(model, data, Recipe(**HALF, sequential=True))
+    result = models.prune(model, data, Recipe.paper(**HALF, sequential=True))
     for number, name in enumerate(block_outputs(model, data)):
         dense = driven[id(model), name]
         before = driven[id(result.model), name][-2 * len(data) : -len(data)]
@@ -141,7 +141,7 @@ def test_what_is_read_counts_as_much_as_all_else() -> None:
     """So less is lost at the class token of a model that reads it than of one that reads all tokens."""
     model, data = models.build("vit"), models.batches("vit")
     spread = reading_all(model)
-    reads, spreads = (models.prune(one, data, Recipe(**HALF, sequential=True)) for one in (model, spread))
+    reads, spreads = (models.prune(one, data, Recipe.paper(**HALF, sequential=True)) for one in (model, spread))
     assert reads.plan.why["sequential"]["read"] == {"blocks.1": 1}
     assert spreads.plan.why["sequential"]["read"] == {"blocks.1": 17}
     assert class_token_error(reads.model, model, data) < class_token_error(spreads.model, model, data)
@@ -176,9 +176,9 @@ def class_token_error(pruned: nn.Module, dense: nn.Module, data: list[Any]) -> f
 
 
 def test_auto_gives_way_where_it_cannot_be_had() -> None:
-    assert Recipe(preset="best", target_macs=0.7).sequential == "auto"
-    assert Recipe(preset="best", target_macs=0.7, compensate="none").sequential is False
-    recipe = Recipe(**HALF, sequential="auto")
+    assert Recipe(target_macs=0.7).sequential == "auto"
+    assert Recipe(target_macs=0.7, compensate="none").sequential is False
+    recipe = Recipe.paper(**HALF, sequential="auto")
     for family, taken in (("vit", True), ("hf-whisper", False)):
         result = models.prune(*setup(family), recipe)
         assert result.plan.recipe.sequential is taken
@@ -189,14 +189,14 @@ def test_auto_gives_way_where_it_cannot_be_had() -> None:
 
 
 def result_params(model: nn.Module, data: list[Any]) -> tuple[int, int]:
-    params: tuple[int, int] = models.prune(model, data, Recipe(**HALF)).report.params
+    params: tuple[int, int] = models.prune(model, data, Recipe.paper(**HALF)).report.params
     return params
 
 
 @pytest.mark.parametrize("family", ["vit", "llama"])
 def test_a_result_can_be_repaired_later(family: str) -> None:
     model, data = setup(family)
-    at_once, whole = (models.prune(model, data, Recipe(**HALF, sequential=mode)) for mode in (False, True))
+    at_once, whole = (models.prune(model, data, Recipe.paper(**HALF, sequential=mode)) for mode in (False, True))
     before = fingerprint(at_once.model)
     repaired = corp.repair(model, at_once, data, forward=models.call)
     assert fingerprint(repaired.model) == fingerprint(whole.model)
@@ -207,14 +207,14 @@ def test_a_result_can_be_repaired_later(family: str) -> None:
 @pytest.mark.parametrize("family", ["vit", "deit3-layerscale", "hf-opt", "llama"])
 def test_where_nothing_is_removed_nothing_changes(family: str) -> None:
     model, data = setup(family)
-    result = models.prune(model, data, Recipe(sequential=True))
+    result = models.prune(model, data, Recipe.paper(sequential=True))
     assert result.plan.sites == ()
     assert fingerprint(result.model) == fingerprint(model)
 
 
 def test_the_same_data_give_the_same_bits() -> None:
     model, data = models.build("vit", torch.float32), models.batches("vit", dtype=torch.float32)
-    first, second = (models.prune(model, data, Recipe(**HALF, sequential=True)) for _ in range(2))
+    first, second = (models.prune(model, data, Recipe.paper(**HALF, sequential=True)) for _ in range(2))
     assert fingerprint(first.model) == fingerprint(second.model)
     assert first.plan == second.plan
 
@@ -222,9 +222,9 @@ def test_the_same_data_give_the_same_bits() -> None:
 def test_layers_that_keep_their_width_make_up_for_others() -> None:
     model, data = reading_all(models.build("vit")), models.batches("vit")
     recipe = {"mlp": 0.5, "overrides": {"blocks.1.*": {"mlp": 0.0}}}
-    one_shot, result = (models.prune(model, data, Recipe(**recipe, sequential=mode)) for mode in (False, True))
+    one_shot, result = (models.prune(model, data, Recipe.paper(**recipe, sequential=mode)) for mode in (False, True))
     assert error(result.model, model, data) < 0.95 * error(one_shot.model, model, data)
-    skipping = models.prune(model, data, Recipe(mlp=0.5, skip=["blocks.1.*"], sequential=True)).model
+    skipping = models.prune(model, data, Recipe.paper(mlp=0.5, skip=["blocks.1.*"], sequential=True)).model
     for name, parameter in skipping.named_parameters():
         if name.startswith("blocks.1."):
             torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=0)
@@ -238,7 +238,7 @@ def test_padding_is_not_data() -> None:
     plain = {"input_ids": ids, "attention_mask": real}
     padding = torch.randint(3, 50, (12, 4), generator=generator)
     padded = {"input_ids": torch.cat([ids, padding], 1), "attention_mask": torch.cat([real, 0 * padding], 1)}
-    recipe = Recipe(mlp=0.5, attn=0.5, sequential=True)
+    recipe = Recipe.paper(mlp=0.5, attn=0.5, sequential=True)
     first, second = (models.prune(model, [batch], recipe).model for batch in (plain, padded))
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b)
@@ -260,7 +260,7 @@ def test_models_of_another_make_are_refused_before_calibration(
     monkeypatch.setattr("corp.api.calibrate", lambda *_args, **_options: pytest.fail("calibrated first"))
     model, data = setup(family)
     with pytest.raises(PlanError, match=f"cannot be fitted sequentially: .*{reason}.*sequential=True"):
-        models.prune(model, data, Recipe(**HALF, sequential=True))
+        models.prune(model, data, Recipe.paper(**HALF, sequential=True))
     assert hooks(model) == 0
 
 
@@ -304,15 +304,15 @@ def _moved(site: Any) -> Any:
 def test_a_cache_is_refused() -> None:
     model, data = models.build("hf-opt"), models.batches("hf-opt")
     with pytest.raises(PlanError, match="given a DynamicCache, which may change with every call"):
-        corp.prune(model, data, Recipe(mlp=0.5, sequential=True), forward=lambda m, b: m(**b, use_cache=True))
+        corp.prune(model, data, Recipe.paper(mlp=0.5, sequential=True), forward=lambda m, b: m(**b, use_cache=True))
 
 
 def test_statistics_alone_do_not_do() -> None:
     model, data = models.build("vit"), models.batches("vit")
     stats = corp.calibrate(model, data, forward=models.call)
     with pytest.raises(PlanError, match=r"needs the data.*corp\.prune"):
-        corp.plan(model, stats, Recipe(mlp=0.5, sequential=True))
-    plan = models.prune(model, data, Recipe(mlp=0.5, sequential=True)).plan
+        corp.plan(model, stats, Recipe.paper(mlp=0.5, sequential=True))
+    plan = models.prune(model, data, Recipe.paper(mlp=0.5, sequential=True)).plan
     with pytest.raises(PlanError, match=r"needs the data.*corp\.prune"):
         corp.apply(model, stats, plan)
 
@@ -322,9 +322,9 @@ def test_an_iterator_is_refused() -> None:
         yield from models.batches("vit")
 
     with pytest.raises(DataError, match="reads the data twice"):
-        corp.prune(models.build("vit"), once(), Recipe(mlp=0.5, sequential=True))
+        corp.prune(models.build("vit"), once(), Recipe.paper(mlp=0.5, sequential=True))
     with pytest.raises(DataError, match="empty"):
-        corp.prune(models.build("vit"), [], Recipe(mlp=0.5, sequential=True))
+        corp.prune(models.build("vit"), [], Recipe.paper(mlp=0.5, sequential=True))
 
 
 def test_memory_is_counted_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,12 +332,12 @@ def test_memory_is_counted_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         PlanError, match=r"hidden states of sequential fitting need .*MB, 1000B are free.*fewer samples"
     ):
-        models.prune(models.build("vit"), models.batches("vit"), Recipe(mlp=0.5, sequential=True))
+        models.prune(models.build("vit"), models.batches("vit"), Recipe.paper(mlp=0.5, sequential=True))
 
 
 def test_samples_are_spread_over_the_data(driven: dict[tuple[int, str], list[Tensor]]) -> None:
     model, data = models.build("vit"), models.batches("vit", count=6, size=20)
-    models.prune(model, data, Recipe(mlp=0.5, sequential=True, sequential_samples=40))
+    models.prune(model, data, Recipe.paper(mlp=0.5, sequential=True, sequential_samples=40))
     outputs = block_outputs(model, data)["blocks.0"]
     found = driven[id(model), "blocks.0"]
     assert len(found) == 2
@@ -349,7 +349,7 @@ def test_samples_are_spread_over_the_data(driven: dict[tuple[int, str], list[Ten
 def test_few_tokens_are_told() -> None:
     model, data = models.build("vit"), models.batches("vit", count=6, size=10)
     with pytest.warns(CorpWarning, match="blocks.0.mlp .*fewer tokens than twice its inputs"):
-        models.prune(model, data, Recipe(mlp=0.1, sequential=True, sequential_samples=10))
+        models.prune(model, data, Recipe.paper(mlp=0.1, sequential=True, sequential_samples=10))
 
 
 @pytest.mark.parametrize(
@@ -363,14 +363,14 @@ def test_few_tokens_are_told() -> None:
 )
 def test_recipes_that_make_no_sense(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
-        Recipe(mlp=0.5, **fields)
+        Recipe.paper(mlp=0.5, **fields)
 
 
 def test_saved_models_load(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, pretrained=False).eval()
     data = [torch.randn(8, 3, 32, 32) for _ in range(2)]
-    result = corp.prune(model, data, Recipe(**{**HALF, "rank": "combined"}, sequential=True))
+    result = corp.prune(model, data, Recipe.paper(**{**HALF, "rank": "combined"}, sequential=True))
     corp.save(result, tmp_path / "out")
     loaded = corp.load(tmp_path / "out")
     with torch.no_grad():

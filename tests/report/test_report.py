@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from corp.report.tables import Report
 from typer.testing import Result
 
 import corp
@@ -21,7 +22,6 @@ from corp.planning.plan import GroupCost, Plan, SitePlan
 from corp.recipe import Recipe
 from corp.report import remake, svg
 from corp.report.html import PAGE, Run, page
-from corp.report.tables import Report
 from tests.helpers import command
 from tests.helpers.models import images, vit
 
@@ -79,7 +79,7 @@ def plan(tail: str = "", recipe: Recipe | None = None) -> Plan:
         site(f"blocks.1.attn{tail}", "attn", [(0.2, 2.0, 0.25), (0.3, 1.0, 0.125)]),
         site(f"blocks.1.mlp{tail}", "mlp", [(0.3, 5.0, 0.8)]),
     )
-    return Plan(recipe or Recipe(mlp=0.5, attn=0.5), sites, "abc123", 64)
+    return Plan(recipe or Recipe.paper(mlp=0.5, attn=0.5), sites, "abc123", 64)
 
 
 def run(name: str = "my-run", planned: Plan | None = None, **manifest: object) -> Run:
@@ -89,7 +89,7 @@ def run(name: str = "my-run", planned: Plan | None = None, **manifest: object) -
 
 
 def evil_run() -> Run:
-    recipe = Recipe(mlp=0.5, skip=(EVIL,), overrides={EVIL: {"mlp": 0.1}})
+    recipe = Recipe.paper(mlp=0.5, skip=(EVIL,), overrides={EVIL: {"mlp": 0.1}})
     identity = {"architecture": EVIL, "tag": EVIL, "args": {EVIL: EVIL}, "preprocessing": {EVIL: [EVIL]}}
     return run(f"{EVIL}\"'&", plan(EVIL, recipe), base={"identity": identity}, extra=EVIL, corp=EVIL)
 
@@ -111,7 +111,7 @@ def test_the_page_shows_summary_figures_widths_environment_and_how_to_make_it_ag
         assert number in text["dd"]
     assert "50% of the MLP channels and 50% of the Q/K dimensions removed, with 64 unlabelled samples" in text["p"]
     assert {"abc123", "[0.5]", "in1k", "blocks.1.mlp"} <= {*parsed.text["dd"], *parsed.text["td"]}
-    assert "corp.prune(model, batches, corp.Recipe(mlp=0.5, attn=0.5))" in text["code"]
+    assert "corp.prune(model, batches, corp.Recipe.paper(mlp=0.5, attn=0.5))" in text["code"]
 
 
 def test_every_figure_has_a_title_and_a_text_alternative() -> None:
@@ -167,7 +167,7 @@ def test_the_page_is_ascii_whatever_the_names() -> None:
 
 def test_absurd_numbers_stay_within_the_drawing() -> None:
     sites = (site("a", "mlp", [(1e308, 1.7e308, -3.0)]), site("b", "attn", [(0.0, 0.0, -2.0), (0.0, 0.0, 5.0)]))
-    huge = Plan(Recipe(mlp=0.5), sites)
+    huge = Plan(Recipe.paper(mlp=0.5), sites)
     for _, attrs in Page(page([run(planned=huge)])).tags:
         for key in {"x", "y", "width", "height", "d", "viewbox", "fill-opacity"} & attrs.keys():
             assert not re.search(r"nan|inf|e\+", attrs[key] or "", re.IGNORECASE)
@@ -177,7 +177,7 @@ def test_absurd_numbers_stay_within_the_drawing() -> None:
 
 
 def test_a_plan_that_removes_nothing_has_a_page() -> None:
-    parsed = Page(page([run(planned=Plan(Recipe(), ()))]))
+    parsed = Page(page([run(planned=Plan(Recipe.paper(), ()))]))
     assert "Nothing was removed" in " ".join(parsed.text["p"])
     assert parsed.text["b"] == TITLES[:1]
 
@@ -217,7 +217,9 @@ def test_ticks_are_few_and_reach_the_top(high: float) -> None:
 
 
 def test_the_lines_that_make_it_again_give_the_same_recipe() -> None:
-    recipe = Recipe(mlp=0.4, intercept=True, round_to={"mlp": 4}, skip=("a b*", "'"), overrides={"x:y": {"attn": 0.1}})
+    recipe = Recipe.paper(
+        mlp=0.4, intercept=True, round_to={"mlp": 4}, skip=("a b*", "'"), overrides={"x:y": {"attn": 0.1}}
+    )
     identity = {"architecture": "vit_x", "tag": None}
     lines = remake.python_lines("out", identity, plan(recipe=recipe))
     call = re.search(r"batches, (corp\.Recipe\(.*\))\)  #", lines)
@@ -235,7 +237,7 @@ def test_the_lines_that_make_it_again_give_the_same_recipe() -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "pruned"
-    corp.save(corp.prune(vit(), images(), Recipe(mlp=0.5, attn=0.5, compensate="none")), folder)
+    corp.save(corp.prune(vit(), images(), Recipe.paper(mlp=0.5, attn=0.5, compensate="none")), folder)
     return folder
 
 

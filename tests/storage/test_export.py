@@ -26,7 +26,7 @@ from tests.helpers import hf_folders, models
 from tests.helpers.command import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
-BOTH = Recipe(mlp=0.5, attn=0.5)
+BOTH = Recipe.paper(mlp=0.5, attn=0.5)
 ROTARY = [f"rotary-{name}" for name in test_hf_rotary.FAMILIES]
 PROFILES = ("standard", "compat")
 
@@ -51,7 +51,7 @@ def mlp_shapes(model: nn.Module) -> set[int]:
 
 @pytest.mark.parametrize("family", [name for name in models.FAMILIES if name.startswith("hf-")] + ROTARY)
 def test_both_profiles_compute_what_the_pruned_model_does(family: str, tmp_path: Path) -> None:
-    result, data = pruned(family, Recipe(mlp=0.5, attn=0.5, vo=0.25))
+    result, data = pruned(family, Recipe.paper(mlp=0.5, attn=0.5, vo=0.25))
     expected = models.run(result.model, data[0])
     dense = models.build(family) if family not in ROTARY else test_hf_rotary.build(family.removeprefix("rotary-"))
     for profile in PROFILES:
@@ -72,7 +72,7 @@ def test_both_profiles_compute_what_the_pruned_model_does(family: str, tmp_path:
 def test_heads_of_one_width_need_no_padding_where_the_config_can_say_it(
     family: str, basis: str, tmp_path: Path
 ) -> None:
-    result, data = pruned(family, Recipe(mlp=0.5, attn=0.5, equal_heads=True, attn_basis=basis))
+    result, data = pruned(family, Recipe.paper(mlp=0.5, attn=0.5, equal_heads=True, attn_basis=basis))
     corp.save(result, tmp_path / "vit", profile="standard")
     model = reread(result.model, tmp_path / "vit")
     torch.testing.assert_close(models.run(model, data[0]), models.run(result.model, data[0]), rtol=0, atol=1e-9)
@@ -114,8 +114,8 @@ def test_what_was_removed_is_zero_and_the_rest_is_where_it_was(tmp_path: Path) -
 
 
 def test_a_model_pruned_twice(tmp_path: Path) -> None:
-    once, data = pruned("hf-opt", Recipe(mlp=0.3, attn=0.25))
-    twice = models.prune(once.model, data, Recipe(mlp=0.3, attn=0.5))
+    once, data = pruned("hf-opt", Recipe.paper(mlp=0.3, attn=0.25))
+    twice = models.prune(once.model, data, Recipe.paper(mlp=0.3, attn=0.5))
     for profile in PROFILES:
         corp.save(twice, tmp_path / profile, profile=profile)
         model = reread(twice.model, tmp_path / profile)
@@ -124,20 +124,20 @@ def test_a_model_pruned_twice(tmp_path: Path) -> None:
 
 
 def test_widths_that_the_config_cannot_say(tmp_path: Path) -> None:
-    uneven, data = pruned("hf-bert", Recipe(mlp=0.5, attn=0, overrides={"encoder.layer.0.*": {"mlp": 0.25}}))
+    uneven, data = pruned("hf-bert", Recipe.paper(mlp=0.5, attn=0, overrides={"encoder.layer.0.*": {"mlp": 0.25}}))
     with pytest.raises(CorpError, match=r"20 to 30 channels wide.*one intermediate_size.*compat"):
         corp.save(uneven, tmp_path / "x", profile="standard")
     corp.save(uneven, tmp_path / "uneven", profile="compat")
     model = reread(uneven.model, tmp_path / "uneven")
     torch.testing.assert_close(models.run(model, data[0]), models.run(uneven.model, data[0]), rtol=0, atol=1e-9)
-    ratio, _ = pruned("hf-dinov2", Recipe(mlp=0.3))
+    ratio, _ = pruned("hf-dinov2", Recipe.paper(mlp=0.3))
     with pytest.raises(CorpError, match=r"cannot say that .*mlp has 34 of 48 channels; use the compat profile"):
         corp.save(ratio, tmp_path / "x", profile="standard")
     assert [path.name for path in tmp_path.iterdir()] == ["uneven"]
 
 
 def test_towers_may_have_widths_of_their_own(tmp_path: Path) -> None:
-    towers, data = pruned("hf-siglip", Recipe(mlp=0.5, overrides={"text_model.*": {"mlp": 0.25}}))
+    towers, data = pruned("hf-siglip", Recipe.paper(mlp=0.5, overrides={"text_model.*": {"mlp": 0.25}}))
     corp.save(towers, tmp_path / "towers", profile="standard")
     config = json.loads((tmp_path / "towers" / "config.json").read_text())
     assert [config[f"{tower}_config"]["intermediate_size"] for tower in ("text", "vision")] == [30, 20]
@@ -147,7 +147,7 @@ def test_towers_may_have_widths_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "field"), [("rotary-llama", "mlp_bias"), ("hf-opt-no-biases", "enable_bias")])
 def test_biases_that_compensation_made(family: str, field: str, tmp_path: Path) -> None:
-    result, data = pruned(family, Recipe(mlp=0.5, attn=0.5, intercept=True))
+    result, data = pruned(family, Recipe.paper(mlp=0.5, attn=0.5, intercept=True))
     corp.save(result, tmp_path / "standard", profile="standard")
     model = reread(result.model, tmp_path / "standard")
     assert getattr(model.config, field) is True
@@ -157,7 +157,7 @@ def test_biases_that_compensation_made(family: str, field: str, tmp_path: Path) 
 
 
 def test_biases_that_no_config_holds(tmp_path: Path) -> None:
-    result, _ = pruned("rotary-phi3", Recipe(mlp=0.5, intercept=True))
+    result, _ = pruned("rotary-phi3", Recipe.paper(mlp=0.5, intercept=True))
     with pytest.raises(CorpError, match=r"no place for in transformers; prune it again with intercept=False"):
         corp.save(result, tmp_path / "standard", profile="standard")
     assert list(tmp_path.iterdir()) == []
@@ -168,7 +168,7 @@ def test_a_generation_config_that_the_library_would_not_write(tmp_path: Path) ->
     model = test_hf_rotary.build("llama", torch.float32)
     model.generation_config.temperature = 0.6
     data = [{"input_ids": batch["input_ids"]} for batch in test_hf_rotary.batches()]
-    result = models.prune(model, data, Recipe(mlp=0.5))
+    result = models.prune(model, data, Recipe.paper(mlp=0.5))
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         model.save_pretrained(tmp_path / "library")
     corp.save(result, tmp_path / "ours", profile="standard")
@@ -268,9 +268,9 @@ def without_corp(root: Path) -> dict[str, float]:
 
 
 TIMM_RECIPES = {
-    **{kind: Recipe(**{kind: 0.6}) for kind in KINDS},
-    "all": Recipe(**dict.fromkeys(KINDS, 0.3)),
-    "uneven": Recipe(mlp=0.6, attn=0.4, overrides={"blocks.1.*": {"mlp": 0.3, "attn": 0.7}}),
+    **{kind: Recipe.paper(**{kind: 0.6}) for kind in KINDS},
+    "all": Recipe.paper(**dict.fromkeys(KINDS, 0.3)),
+    "uneven": Recipe.paper(mlp=0.6, attn=0.4, overrides={"blocks.1.*": {"mlp": 0.3, "attn": 0.7}}),
 }
 
 
@@ -361,7 +361,7 @@ def loaded(opt: Path) -> Result:
     """A model that knows where it was loaded from, pruned."""
     model = hf.OPTForCausalLM.from_pretrained(opt / "dense").eval()
     data = [{"input_ids": torch.randint(4, 24, (20, 12))} for _ in range(3)]
-    return corp.prune(model, data, Recipe(mlp=0.5))
+    return corp.prune(model, data, Recipe.paper(mlp=0.5))
 
 
 def test_the_tokenizer_comes_from_where_the_model_was_loaded(opt: Path, loaded: Result, tmp_path: Path) -> None:

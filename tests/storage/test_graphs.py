@@ -28,7 +28,7 @@ from tests.contract import test_hf_rotary
 from tests.helpers import hf_folders, models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
-EVERYTHING = Recipe(**dict.fromkeys(KINDS, 0.5))
+EVERYTHING = Recipe.paper(**dict.fromkeys(KINDS, 0.5))
 TARGETS = ("onnx", "pt2")
 
 
@@ -62,7 +62,7 @@ def onnx_shapes(folder: Path) -> dict[str, list[Any]]:
     }
 
 
-RECIPES = {**{kind: Recipe(**{kind: 0.5}) for kind in KINDS}, "all": EVERYTHING}
+RECIPES = {**{kind: Recipe.paper(**{kind: 0.5}) for kind in KINDS}, "all": EVERYTHING}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -78,7 +78,7 @@ def test_images_in_any_number(name: str, tmp_path: Path) -> None:
 
 def test_the_onnx_graph_has_true_widths(tmp_path: Path) -> None:
     """Padding is for torch's fused kernel; here q k^T is over the four dimensions that were kept of eight."""
-    model, batch = pruned("vit", Recipe(mlp=0.5, attn=0.5))
+    model, batch = pruned("vit", Recipe.paper(mlp=0.5, attn=0.5))
     write_format(model, tmp_path, "onnx", batch)
     graph = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "model.onnx")).graph
     assert "Pad" not in {node.op_type for node in graph.node}
@@ -130,7 +130,7 @@ def test_texts_of_any_number_and_length(family: str, tmp_path: Path) -> None:
 
 
 def test_towers_take_as_many_texts_as_they_like_for_each_image(tmp_path: Path) -> None:
-    model, batch = pruned("hf-clip", Recipe(mlp=0.5, attn=0.5))
+    model, batch = pruned("hf-clip", Recipe.paper(mlp=0.5, attn=0.5))
     write_format(model, tmp_path, "onnx", batch)
     fed = {**padded(5, 7), "pixel_values": batch["pixel_values"][:2]}
     found = run_file(tmp_path, "onnx", fed)["logits_per_image"]

@@ -35,7 +35,7 @@ def inputs() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return corp.prune(named_model(), inputs(), Recipe(mlp=0.6, attn=0.5))
+    return corp.prune(named_model(), inputs(), Recipe.paper(mlp=0.6, attn=0.5))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_identity_and_preprocessing_come_back(saved: Path) -> None:
 
 
 def test_a_model_pruned_twice_comes_back(result: Result, tmp_path: Path) -> None:
-    twice = corp.prune(corp.load(_save(result, tmp_path / "once")), inputs(), Recipe(mlp=0.3, attn=0.3))
+    twice = corp.prune(corp.load(_save(result, tmp_path / "once")), inputs(), Recipe.paper(mlp=0.3, attn=0.3))
     corp.save(twice, tmp_path / "twice")
     x = inputs()[0]
     assert torch.equal(corp.load(tmp_path / "twice")(x), twice.model(x))
@@ -78,7 +78,7 @@ def _save(result: Result, path: Path) -> Path:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("hf-")])
 def test_models_without_a_name_load_into_a_dense_model(family: str, tmp_path: Path) -> None:
     model, data = build(family), batches(family)
-    result = corp.prune(model, data, Recipe(mlp=0.5, attn=0.5, intercept=True))
+    result = corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5, intercept=True))
     corp.save(result, tmp_path / "model")
     with pytest.raises(CorpError, match=r"corp\.load\(path, base=model\)"):
         corp.load(tmp_path / "model")
@@ -89,7 +89,7 @@ def test_models_without_a_name_load_into_a_dense_model(family: str, tmp_path: Pa
 def test_unusual_arguments_are_noticed_when_saving(tmp_path: Path) -> None:
     """A model that its name does not rebuild must not be rebuilt from its name."""
     model = named_model(qkv_bias=False)
-    corp.save(corp.prune(model, inputs(), Recipe(mlp=0.6)), tmp_path / "model")
+    corp.save(corp.prune(model, inputs(), Recipe.paper(mlp=0.6)), tmp_path / "model")
     assert json.loads((tmp_path / "model" / "corp.json").read_text())["base"] is None
     x = inputs()[0]
     assert corp.load(tmp_path / "model", base=model)(x).isfinite().all()
@@ -97,7 +97,7 @@ def test_unusual_arguments_are_noticed_when_saving(tmp_path: Path) -> None:
 
 def test_half_precision_survives(tmp_path: Path) -> None:
     data = [x.bfloat16() for x in inputs()]
-    result = corp.prune(named_model().bfloat16(), data, Recipe(mlp=0.6))
+    result = corp.prune(named_model().bfloat16(), data, Recipe.paper(mlp=0.6))
     corp.save(result, tmp_path / "model")
     loaded = corp.load(tmp_path / "model")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
@@ -225,7 +225,7 @@ def test_mlp_widths_as_a_ratio_that_timm_takes() -> None:
 def test_saved_files_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        corp.save(corp.prune(named_model(), inputs(), Recipe(mlp=0.6)), tmp_path / "model")
+        corp.save(corp.prune(named_model(), inputs(), Recipe.paper(mlp=0.6)), tmp_path / "model")
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o644}

@@ -1,4 +1,4 @@
-"""From a budget to widths: the largest uniform ones that do not exceed it."""
+"""From a budget to widths: what widths cost, and the largest uniform ones within it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Budget:
         return int(self.share * self.dense)
 
     def cost(self, sites: Sites, widths: Mapping[str, int]) -> int:
-        """With these widths; sites that are not named keep theirs."""
+        """The cost with these widths; sites that are not named keep theirs."""
         return self.dense - sum(self.saved(site, widths.get(site.name, site.width)) for site in sites)
 
     def saved(self, site: Site, width: int) -> int:
         return self.unit(site.name) * (site.width - width)
 
     def price(self, site: Site) -> float | Tensor:
-        """What numerics.allocate asks: of one unit of width, or of every width."""
+        """What numerics.allocate asks for: the price of one unit of width, or of every width."""
         return self.unit(site.name)
 
     def unit(self, name: str) -> int:
@@ -49,27 +49,20 @@ class Budget:
         return cost
 
 
-def budget_of(model: nn.Module, sites: Sites, recipe: Recipe, inputs: object) -> Budget | None:
-    """The recipe's target, if it has one, measured on this model; `inputs` is the shape of one sample."""
-    if recipe.min_agreement is not None:
-        raise PlanError(
-            "min_agreement is measured on data that is held out of calibration, and statistics hold none: use "
-            "corp.prune(model, batches, recipe), or corp prune with --calib; or give a target"
-        )
-    if recipe.target_params is not None:
-        return Budget("params", recipe.target_params, count_params(model), unit_costs(model, sites, None))
-    if recipe.target_macs is None:
-        return None
+def count_budget(model: nn.Module, sites: Sites, what: str, inputs: object) -> Budget:
+    """The whole cost of the dense model and of each unit of width; `inputs` is the shape of one sample."""
+    if what == "params":
+        return Budget("params", 1.0, count_params(model), unit_costs(model, sites, None))
     batch = one_sample(model, inputs, "target_macs")
     with evaluating(model):
-        return Budget("macs", recipe.target_macs, count_macs(model, batch), unit_costs(model, sites, batch))
+        return Budget("macs", 1.0, count_macs(model, batch), unit_costs(model, sites, batch))
 
 
 def one_sample(model: nn.Module, inputs: object, target: str) -> Any:
     """A batch of one for the model; `target` is what it is needed for."""
     if inputs is None:
         raise PlanError(
-            f"{target}: the shape of the model's inputs is not known, because they went through forward=...; "
+            f"{target}: the shape of the model's inputs is unknown, because they went through forward=...; "
             "give target_params instead"
         )
     device, dtype = placement(model)

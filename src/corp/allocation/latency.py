@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ from corp.allocation.budget import Budget, one_sample
 from corp.calibration.batches import evaluating, placement, run
 from corp.measure.timing import Ratio, interleave, speed_up
 from corp.measure.units import unit_costs
-from corp.planning.plan import SitePlan
+from corp.planning.plan import Plan, SitePlan
 from corp.planning.widths import narrowed, rotated_part
 from corp.recipe import COORDINATES, FAST, KINDS, ROUNDING_KEYS, Recipe
-from corp.sites import MLPSite, Site, Sites, ValueSite, module_of
-from corp.surgery.folding import apply_sites
+from corp.sites import MLPSite, Site, Sites, ValueSite
+from corp.surgery.apply import shrink
 
 PARTS = 1_000_000  # of the dense time: budgets are whole numbers
 SHARES = (0.25, 0.5, 0.75)  # removed where the table is measured
@@ -147,18 +147,16 @@ def _saved_at_half(rows: Sequence[tuple[float, float]]) -> float:
     return max(saved for kept, saved in rows if kept >= 0.5)
 
 
-def narrow_copy(model: nn.Module, sites: Iterable[Site], widths: Mapping[str, int], recipe: Recipe) -> nn.Module:
+def narrow_copy(model: nn.Module, sites: Sites, widths: Mapping[str, int], recipe: Recipe) -> nn.Module:
     """A copy with these widths, of which only the shapes mean something."""
     smaller = copy.deepcopy(model)
-    groups: dict[str, list[tuple[Site, SitePlan]]] = {}
+    plans = []
     for site in sites:
         keep = widths.get(site.name, site.width)
         if keep < site.width:
             kept = tuple([tuple(_first(site, keep))] * (1 if isinstance(site, MLPSite) else site.groups))
-            plan = SitePlan(site.name, site.kind, site.width, 0.0, kept, False, (), 0.0, COORDINATES)
-            groups.setdefault(module_of(site), []).append((site, plan))
-    for group in groups.values():
-        apply_sites(smaller, group, None, recipe)
+            plans.append(SitePlan(site.name, site.kind, site.width, 0.0, kept, False, (), 0.0, COORDINATES))
+    shrink(smaller, sites, Plan(recipe, tuple(plans)))
     return smaller
 
 

@@ -92,6 +92,9 @@ class Grams:
         x = x.reshape(*x.shape[:2], self.heads, self.width).transpose(1, 2)  # (B, H, n, d)
         return x.contiguous()  # the copy costs less than products of strided matrices
 
+    def empty(self) -> Grams:
+        return Grams(self.heads, self.width)
+
     def to(self, device: torch.device) -> None:
         self._q, self._k, self._key_sum, self._keys = (
             [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_sum, self._keys)

@@ -15,21 +15,20 @@ from torch import nn
 
 from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of, uncompiled
 from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
+from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.hooks import Collector
-from corp.calibration.memory import HOLD_OUT_EVERY, free_bytes, human, passes
+from corp.calibration.memory import free_bytes, human, passes
 from corp.calibration.offload import PLACES, offloaded
 from corp.calibration.site_sums import Entry
 from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
 from corp.calibration.workers import Workers
 from corp.errors import CorpError, DataError, StatisticsError
 from corp.files import lock_folder, refuse_existing, write_text
+from corp.observer import SILENT, Advance, Observer
 from corp.sites import AttentionSite, Site
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
 ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
-HOLD_OUT_AT = 4  # batches 4, 14, 24 … are not fitted on, but judged on
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Job:
     origin: dict[str, Any]
     weights: str
     forward: Forward | None = None
-    progress: Progress | None = None
-    announce: Callable[[str], None] | None = None
+    observer: Observer = SILENT
+    held: HeldBatches | None = None  # gets some of the held-out batches, for trials
     workers: Workers = field(default_factory=Workers)
 
     def __post_init__(self) -> None:
@@ -79,6 +78,8 @@ class Job:
         self.device = first.device if self.settings.offload is None else torch.device(self.settings.device)
         self.dtype = first.dtype
         self.total = count_samples(self.batches)
+        self.rule = HoldOut.of(self.batches)
+        self.progress: Advance = lambda _samples: None
         if not self.settings.causal:
             self.origin = {**self.origin, "causal": False}
         self.inputs: Any = None
@@ -91,7 +92,7 @@ class Job:
         return 0 if self.settings.tokens == "all" else enough_tokens(width, self.total)
 
     def groups(self, record: Path | None = None) -> list[list[Site]]:
-        """Sites per pass over the data, said aloud when it takes more than one.
+        """Sites per pass over the data, announced when it takes more than one.
 
         The first worker decides for all, and a continued run keeps to what was recorded: free memory differs from
         worker to worker and from day to day.
@@ -104,8 +105,10 @@ class Job:
                 return
             budget = free_bytes(self.device) if self.settings.memory is None else self.settings.memory
             groups = passes(self.sites, self.total, budget)
-            if len(groups) > 1 and self.announce:
-                self.announce(f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data")
+            if len(groups) > 1:
+                self.observer.note(
+                    f"the sums do not fit into {human(budget)} at once: {len(groups)} passes over the data"
+                )
             decided.extend([site.name for site in group] for group in groups)
             if record is not None:
                 write_text(record, json.dumps(decided))
@@ -119,6 +122,9 @@ class Job:
         with ExitStack() as stack:
             if self.settings.offload is not None:
                 stack.enter_context(offloaded(self.model, self.settings.offload, self.device))
+            self.progress = stack.enter_context(
+                self.observer.stage(f"calibrating on {self.device}", self.total, "samples")
+            )
             return self.run_in_memory() if out is None else self.run_in_folder(out)
 
     def run_in_memory(self) -> Statistics:
@@ -159,7 +165,7 @@ class Job:
             write_manifest(partial, header, entries)
 
     def _on_first_worker(self, action: Callable[[], None]) -> None:
-        """Rank 0 acts, the others wait; its failure is everybody's."""
+        """Rank 0 acts, the others wait; its failure is that of all."""
         if self.workers.world == 1:
             action()
             return
@@ -173,8 +179,7 @@ class Job:
             raw = read_progress(done, "samples")
             entries.update(read_entries(done, raw["sites"]))
             self.inputs = raw.get("inputs")
-            if self.progress:
-                self.progress(int(raw["samples"]))
+            self.progress(int(raw["samples"]))
             return int(raw["samples"])
         collector, samples = self._pass(
             group, Checkpoint(partial, f"{number}-{self.workers.rank}", self.settings.checkpoint_seconds)
@@ -213,23 +218,28 @@ class Job:
         samples, first_batch = 0, 0
         if checkpoint and (found := checkpoint.restore(collector, self.device)):
             samples, first_batch = found
-            if self.progress:
-                self.progress(samples)
+            self.progress(samples)
+
+        def mine(index: int) -> bool:
+            return index >= first_batch and self.workers.takes(index)
 
         def wanted(index: int) -> bool:
-            return index >= first_batch and self.workers.takes(index)
+            return mine(index) or (self.held is not None and self.held.wants(index))
 
         with torch.no_grad():
             self._share_shifts(collector, needed=first_batch == 0)
             with collector.watching(self.model):
                 for index, start, batch in enumerate_batches(self.batches, wanted):
+                    if self.held is not None:
+                        self.held.offer(index, batch)
+                    if not mine(index):
+                        continue
                     collector.cursor.sample = start
-                    collector.cursor.held = index % HOLD_OUT_EVERY == HOLD_OUT_AT
+                    collector.cursor.held = self.rule.holds(index)
                     collector.cursor.size = count = size_of(batch)
                     self._run(batch)
                     samples += count
-                    if self.progress:
-                        self.progress(count)
+                    self.progress(count)
                     if checkpoint:
                         checkpoint.maybe_write(collector, samples, index + 1)
         return samples
@@ -268,7 +278,7 @@ class Job:
 
 
 def enough_tokens(width: int, samples: int | None) -> int:
-    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0, all, if nobody knows."""
+    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0 takes all."""
     return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from corp.calibration.grams import CAUSAL_BLOCKS, FOLD_BLOCK, folds_after
+from corp.calibration.holdout import EVERY
 from corp.calibration.moments import CHUNK
 from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
 from corp.sites import AttentionSite, Site
 
-HOLD_OUT_EVERY = 10  # one batch in so many is held out
 MARGIN = 0.75  # of what is free: the forward pass and the fit need some as well
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -26,7 +26,7 @@ def site_bytes(site: Site, samples: int | None) -> int:
     if not isinstance(site, AttentionSite):
         return 2 * 8 * site.inputs**2
     entries = _entries(site, samples)
-    held = None if entries is None else -(-entries // HOLD_OUT_EVERY)
+    held = None if entries is None else -(-entries // EVERY)
     pairs = 2 * 2 * 8 * site.heads * site.rotary.dims**2 if site.rotary else 0
     return pairs + _gram_bytes(site, entries) + _gram_bytes(site, held)
 

@@ -79,6 +79,9 @@ class Moments:
         self.total += total
         return total, torch.cat([block.diagonal() for block in product]).to(total)
 
+    def empty(self) -> Moments:
+        return Moments(self.width)
+
     def to(self, device: torch.device) -> None:
         self.total, self.outer, self.active = (t.to(device) for t in (self.total, self.outer, self.active))
         self.total_seen, self.square_seen = self.total_seen.to(device), self.square_seen.to(device)
@@ -101,12 +104,17 @@ class Moments:
         spread = self.square_seen / self.seen - delta.square()
         return spread.clamp(min=0) + self.mean.square()
 
-    @property
     def cov(self) -> Tensor:
         """E[(x - mu)(x - mu)^T] (D, D)."""
         upper = self.outer.triu()
         delta = self.total / self._count()
         return (upper + upper.triu(1).mT) / self.n - torch.outer(delta, delta)
+
+    @property
+    def variance(self) -> Tensor:
+        """The diagonal of cov() (D,)."""
+        delta = self.total / self._count()
+        return self.outer.diagonal() / self.n - delta.square()
 
     @property
     def active_share(self) -> Tensor:

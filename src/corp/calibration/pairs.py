@@ -85,6 +85,9 @@ class PairSums:
         size = self.heads // self.kv_heads
         return (self.weighted if weighted else self.raw)[g * size : (g + 1) * size]
 
+    def empty(self) -> PairSums:
+        return PairSums(self.heads, self.kv_heads, self.width)
+
     def to(self, device: torch.device) -> None:
         self.raw, self.weighted = self.raw.to(device), self.weighted.to(device)
 

@@ -28,9 +28,13 @@ class SiteSums(Generic[Sums]):
     fit: Sums
     held: Sums
 
-    @property
-    def all(self) -> Sums:
+    def total(self) -> Sums:
+        """The sums over all batches."""
         return self.fit + self.held
+
+    def fitted(self) -> SiteSums[Sums]:
+        """The same without what was held out."""
+        return SiteSums(self.fit, self.fit.empty())
 
     def to(self, device: torch.device) -> None:
         self.fit.to(device)

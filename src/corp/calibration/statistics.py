@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ class Statistics:
     weights: str = ""
     inputs: Any = None
     origin: dict[str, Any] = field(default_factory=dict)
-    # Of each attention the last plan's fits, by head: apply needs them again, and they are most of a plan's work.
-    fits: dict[str, dict[Any, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def moments_of(self, name: str) -> SiteSums[Moments]:
         return _of_kind(Moments, self.sums, name)
@@ -45,6 +43,10 @@ class Statistics:
 
     def pairs_of(self, name: str) -> SiteSums[PairSums]:
         return _of_kind(PairSums, self.sums, name)
+
+    def fitted(self) -> Statistics:
+        """The statistics without the held-out batches, so that models made from them can be tried on those."""
+        return replace(self, sums=_FittedSums(self.sums))
 
     def __add__(self, other: Statistics) -> Statistics:
         header = merged_header(self, other)
@@ -64,6 +66,25 @@ class Statistics:
         entries = read_entries(folder / MANIFEST, manifest["sites"])
         header: dict[str, Any] = {key: manifest.get(key) for key in ("samples", "weights", "inputs", "origin")}
         return cls(StoredSums(entries, lambda file: file_in(folder, file)), **header)
+
+
+class _FittedSums(Mapping[str, AnySums]):
+    """Sums without their held-out part, made when they are asked for."""
+
+    def __init__(self, sums: Mapping[str, AnySums]) -> None:
+        self._sums = sums
+
+    def __getitem__(self, name: str) -> AnySums:
+        return self._sums[name].fitted()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sums  # Mapping's own would read a file to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
 
 
 def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:

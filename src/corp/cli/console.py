@@ -16,19 +16,19 @@ from types import FrameType
 from typing import Any, NoReturn, ParamSpec
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
 from corp.errors import CorpError, CorpWarning
+from corp.observer import Advance, Bars, Observer
 
 P = ParamSpec("P")
 INTERNAL = 70  # the exit code of a defect, as in sysexits.h
 _INTERRUPTED = "interrupted; no output was written (corp calibrate goes on where it was when started again)"
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
-out = Console()
-err = Console(stderr=True)
+out = Terminal()
+err = Terminal(stderr=True)
 _stopped: list[int] = []  # the signals that came
 
 
@@ -144,24 +144,21 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # Text: names are never read as markup
-    (out if out.is_terminal else Console(width=160)).print(table)
+    (out if out.is_terminal else Terminal(width=160)).print(table)
 
 
-class _Rate(ProgressColumn):
-    """Finished per second, over the whole run."""
+class Console(Bars):
+    """What a run tells people at a terminal."""
 
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self.unit = unit
+    def __init__(self) -> None:
+        super().__init__(err)
 
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.1f} {self.unit}/s" if task.speed else "")
+    def note(self, message: str) -> None:
+        note(message)
 
 
 @contextmanager
-def progress(what: str, total: int | None, unit: str, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int | None, unit: str, *, quiet: bool = False) -> Iterator[Advance]:
     """A bar with rate and time left on a terminal; silent elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(unit), TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, advance=done)
+    with (Observer() if quiet else Console()).stage(what, total, unit) as advance:
+        yield advance

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
-from corp.api import history
 from corp.cli import options as o
 from corp.errors import CorpError, ModelError
 from corp.measure import timing
 from corp.recipe import FAST, ROUNDING_KEYS
 from corp.sites import AttentionSite, Site
 from corp.storage import folder as storage
+from corp.surgery.apply import history
 
 # Per kind: its name in --round-to, and the width that kernels take whole.
 TILES = {kind: (key, FAST[key]) for kind, key in ROUNDING_KEYS.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from corp import __version__, api
 from corp.cli import options as o
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import Console, command, note, progress, show_json, show_table
 from corp.cli.report import DEMO_LABELS, demo_study
 from corp.data import digits
 from corp.files import new_folder, refuse_existing
@@ -35,16 +35,15 @@ def demo(
     refuse_existing(out, overwrite=overwrite)
     model, data = digits.load_model(), digits.load_split()
     dense = accuracy(model, data.test_images, data.test_labels)
-    with progress("calibrating", len(data.calibration_images), "images") as advance:
-        stats = api.calibrate(model, data.calibration_images.split(128), progress=advance)
+    stats = api.calibrate(model, data.calibration_images.split(128), observer=Console())
     rows, runs = [], []
     manifest = {"corp": __version__, "torch": torch.__version__, "command": "corp demo"}
     with progress("pruning", len(SPARSITIES) * len(COMPENSATIONS), "models") as advance:
         for sparsity in SPARSITIES:
             row: dict[str, Any] = {"sparsity": sparsity}
             for compensate in COMPENSATIONS:
-                recipe = Recipe(mlp=sparsity, attn=sparsity, compensate=compensate)
-                result = api.apply(model, stats, api.plan(model, stats, recipe))
+                recipe = Recipe.paper(mlp=sparsity, attn=sparsity, compensate=compensate)
+                result = api.prune(model, None, recipe, stats=stats)
                 pruned = result.model
                 if (sparsity, compensate) == SHOWN:
                     runs.append(Run("digits-vit", manifest, result.report))

@@ -43,7 +43,7 @@ def statistics(source: Source, data: list[Path] | None, model: nn.Module, settin
     if not data:
         return None
     there = replace(source, calib=data)
-    return calibrated(there, settings=settings, model=model, what="deployment data")[1]
+    return calibrated(there, settings=settings, model=model)[1]
 
 
 def measured(model: nn.Module, stats: Statistics, deployment: Statistics | None, plan: Plan) -> Shift | None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from corp.adapters.registry import find_sites
-from corp.api import history
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
 from corp.measure.cost import count_params
 from corp.sites import Site, heads_of
+from corp.surgery.apply import history
 
 
 @command

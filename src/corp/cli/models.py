@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from corp.storage import folder as storage
 HF = "hf:"
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CHECKPOINT_DTYPE = "_corp_checkpoint_dtype"  # an attribute of models that were cast; copies of a model have it too
+# The dtype of the checkpoint of every model that was cast.
+_checkpoint_dtype: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 
 
 def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
@@ -164,16 +166,16 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     model.to(dtype)
     for (module, name), buffer in computed.items():
         module._buffers[name] = buffer
-    vars(model).setdefault(_CHECKPOINT_DTYPE, before)
+    _checkpoint_dtype.setdefault(model, before)
     return model
 
 
-def as_stored(model: nn.Module) -> nn.Module:
-    """A model that was widened by --dtype, or pruned from one that was, back in the dtype of its checkpoint.
+def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
+    """A model that was pruned from one that --dtype widened, back in the dtype of its checkpoint.
 
     Pruning in float32 is more exact; weights that were bfloat16 before should not take twice the space after it.
     """
-    stored: torch.dtype | None = vars(model).get(_CHECKPOINT_DTYPE)
+    stored = _checkpoint_dtype.get(dense)
     narrower = stored is not None and stored.itemsize < next(model.parameters()).dtype.itemsize
     return _cast(model, stored) if stored is not None and narrower else model
 

@@ -11,13 +11,12 @@ from torch import nn
 
 from corp import __version__
 from corp.adapters.registry import find_sites
-from corp.allocation.search import hold_out
-from corp.api import calibrate, require_prunable
+from corp.api import calibrate
 from corp.calibration.batches import placement, without_cache
 from corp.calibration.job import Settings
 from corp.calibration.memory import parse_bytes
 from corp.calibration.statistics import Statistics
-from corp.cli.console import note, progress
+from corp.cli.console import Console, note
 from corp.cli.models import chosen_device as chosen_device
 from corp.cli.models import load_model as load_model
 from corp.cli.models import place as place
@@ -27,8 +26,9 @@ from corp.cli.sources import TextOptions as TextOptions
 from corp.cli.sources import calibration_batches
 from corp.cli.sources import image_batches as image_batches
 from corp.errors import DataError
+from corp.observer import SILENT
+from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
-from corp.refit.repair import require_sequential
 
 ModelArg = Annotated[
     str,
@@ -103,17 +103,36 @@ def make_settings(
     return Settings(number, amount, checkpoint_seconds, fresh, offload, chosen_device(device))
 
 
-def statistics(
-    source: Source, stats: Path | None, recipe: Recipe, settings: Settings, held: list[Any] | None = None
-) -> tuple[nn.Module, Statistics]:
+def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
     """The model with the statistics of an earlier calibration, or of one made now."""
-    if stats is None:
-        return calibrated(source, recipe=recipe, settings=settings, held=held)
-    if source.calib:
-        raise DataError("--stats are of data that was seen already; --calib cannot go with it")
-    if source.samples is not None:
-        raise DataError("--stats are of data that was seen already; --samples cannot go with it")
-    return place(load_model(source.model, source.weights), source.device, source.dtype), Statistics.load(stats)
+    if stats is not None:
+        return opened(source, recipe), read_statistics(source, stats)
+    return calibrated(source, recipe=recipe, settings=settings)
+
+
+def read_statistics(source: Source, stats: Path) -> Statistics:
+    """The statistics of an earlier calibration, which replace the data."""
+    for given, option in ((source.calib, "--calib"), (source.samples, "--samples")):
+        if given:
+            raise DataError(f"--stats are of data that was seen already; {option} cannot go with it")
+    return Statistics.load(stats)
+
+
+def opened(source: Source, recipe: Recipe | None = None, settings: Settings | None = None) -> nn.Module:
+    """The model of the source, on its device; what `recipe` cannot have fails here."""
+    # An offloaded model stays on the host; its layers visit the device during calibration only.
+    home = source.device if settings is None or settings.offload is None else "cpu"
+    model = place(load_model(source.model, source.weights), home, source.dtype)
+    if recipe is not None:
+        require_prunable(find_sites(model), recipe)
+    return model
+
+
+def batches_of(model: nn.Module, source: Source) -> Any:
+    """The data of --calib as batches."""
+    if not source.calib:
+        raise DataError("no data: give images or texts with --calib (or statistics with --stats, where it is taken)")
+    return calibration_batches(model, source)
 
 
 def calibrated(
@@ -123,51 +142,47 @@ def calibrated(
     recipe: Recipe | None = None,
     out: Path | None = None,
     quiet: bool = False,
-    held: list[Any] | None = None,
     model: nn.Module | None = None,
-    what: str = "calibrating",
 ) -> tuple[nn.Module, Statistics]:
     """The model, and its statistics over the calibration data; what `recipe` cannot have fails before them.
 
-    `held`, where given, gets some of the batches, and they stay out of the statistics. `model` is the source's, where
-    it was loaded already.
+    `model` is the source's, if it was loaded already.
     """
     if not source.calib:
         raise DataError("no data: give images or texts with --calib (or statistics with --stats, where it is taken)")
-    # An offloaded model stays on the host; its layers visit the device during calibration only.
-    home = source.device if settings.offload is None else "cpu"
-    model = place(load_model(source.model, source.weights), home, source.dtype) if model is None else model
-    if recipe is not None:
-        require_prunable(find_sites(model), recipe)
-    batches: Any = calibration_batches(model, source)
-    if recipe is not None and recipe.sequential is True:
-        require_sequential(model, find_sites(model), recipe, batches)
-    if held is not None and recipe is not None:
-        batches = hold_out(batches, recipe)
-    origin = {
+    model = opened(source, recipe, settings) if model is None else model
+    batches = batches_of(model, source)
+    watch = SILENT if quiet else Console()
+    with without_cache(model):
+        stats = calibrate(
+            model, batches, settings=settings, out=out, origin=origin_of(source, model, batches), observer=watch
+        )
+    tell_skipped(batches)
+    return model, stats
+
+
+def origin_of(source: Source, model: nn.Module, batches: Any) -> dict[str, Any]:
+    """Where model and data come from, for the record."""
+    device, dtype = placement(model)
+    return {
         "model": source.model,
         "data": [str(folder) for folder in source.calib],
         "data fingerprint": batches.fingerprint(),
         "samples": batches.samples,
         "batch size": batches.batch_size,
         "seed": source.seed,
-        "device": str(placement(model)[0]),
-        "dtype": str(placement(model)[1]).removeprefix("torch."),
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
         "preprocessing": batches.describe(),
         "corp": __version__,
         "torch": torch.__version__,
     }
-    say = None if quiet else note
-    with (
-        progress(f"{what} on {placement(model)[0]}", batches.samples, "samples", quiet=quiet) as advance,
-        without_cache(model),
-    ):
-        stats = calibrate(model, batches, progress=advance, settings=settings, out=out, origin=origin, announce=say)
-    if held is not None:
-        held += batches.kept
-    bad = getattr(batches, "bad", [])
-    for path, reason in bad:
+
+
+def tell_skipped(batches: Any) -> None:
+    """Name the images that could not be read."""
+    bad = dict(getattr(batches, "bad", []))
+    for path, reason in bad.items():
         note(f"skipped {path}: {reason}")
     if bad:
         note(f"{len(bad)} of {batches.samples} images were skipped")
-    return model, stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,17 +11,19 @@ import typer
 from corp import api
 from corp.cli import deployment as d
 from corp.cli import options as o
-from corp.cli import recipes as r
-from corp.cli.console import command, note, progress, show_json, show_table
-from corp.errors import StorageError
+from corp.cli.console import Console, command, note, show_json, show_table
+from corp.cli.recipes import with_recipe
+from corp.errors import PlanError, StorageError
 from corp.planning.plan import COLUMNS
-from corp.recipe import SUBSPACE
+from corp.recipe import Recipe
 from corp.report.why import explained
 
 
 @command
+@with_recipe
 def plan(
     model: o.ModelArg,
+    recipe: Recipe,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the plan to this JSON file.")] = None,
     calib: o.MaybeCalib = None,
     stats: o.Stats = None,
@@ -32,25 +35,6 @@ def plan(
     pack: o.Pack = None,
     tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
-    mlp: r.Mlp = None,
-    attn: r.Attn = None,
-    vo: r.Vo = None,
-    equal_heads: r.EqualHeads = False,
-    target_macs: r.TargetMacs = None,
-    target_params: r.TargetParams = None,
-    target_latency: r.TargetLatency = None,
-    sparsity: r.Sparsity = None,
-    preset: r.Preset = "paper",
-    rank: r.Rank = "",
-    compensate: r.Compensate = "",
-    intercept: r.Intercept = "",
-    ridge: r.Ridge = "",
-    attn_basis: r.AttnBasis = "",
-    allocate: r.Allocate = "",
-    vo_basis: r.VoBasis = SUBSPACE,
-    round_to: r.RoundTo = "1",
-    skip: r.Skip = None,
-    override: r.Override = None,
     batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
     dtype: o.Dtype = "auto",
@@ -62,29 +46,10 @@ def plan(
     json: o.Json = False,
 ) -> None:
     """Show what pruning MODEL would keep and cost (dry run): per site widths, rho² and predicted error."""
-    recipe = r.make_recipe(
-        mlp=mlp,
-        attn=attn,
-        vo=vo,
-        equal_heads=equal_heads,
-        target_macs=target_macs,
-        target_params=target_params,
-        sparsity=sparsity,
-        preset=preset,
-        rank=rank,
-        compensate=compensate,
-        intercept=intercept,
-        ridge=ridge,
-        attn_basis=attn_basis,
-        allocate=allocate,
-        vo_basis=vo_basis,
-        round_to=round_to,
-        skip=skip,
-        override=override,
-        target_latency=target_latency,
-    )
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
+    if recipe.min_agreement is not None:
+        raise PlanError("--min-agreement is measured while pruning: use corp prune, or give a target")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     d.check(deploy_data, mix_deploy)
@@ -92,8 +57,7 @@ def plan(
     dense, statistics = o.statistics(source, stats, recipe, settings)
     seen = d.statistics(source, deploy_data, dense, settings)
     statistics = statistics + seen if seen is not None and mix_deploy else statistics
-    with progress("planning", None, "sites") as advance:
-        planned = api.plan(dense, statistics, recipe, progress=advance)
+    planned = api.plan(dense, statistics, replace(recipe, sequential=False), observer=Console())
     shift = d.measured(dense, statistics, seen, planned)
     if out is not None:
         planned.save(out)

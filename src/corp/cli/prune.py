@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,31 +13,29 @@ import typer
 from torch import nn
 
 from corp import api
-from corp.adapters.registry import find_sites
-from corp.allocation import search as searching
-from corp.calibration.batches import without_cache
+from corp.api import TOTALS, Report
+from corp.calibration.job import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import deployment as d
 from corp.cli import eval_images, eval_text
 from corp.cli import options as o
-from corp.cli import recipes as r
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import Console, command, note, show_json, show_table
 from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions
-from corp.cli.sources import calibration_batches
+from corp.cli.recipes import with_recipe
 from corp.errors import DataError
 from corp.files import refuse_existing
 from corp.planning.plan import COLUMNS
-from corp.recipe import SUBSPACE, Recipe
-from corp.refit.repair import settled
-from corp.report.tables import TOTALS, Report
+from corp.recipe import Recipe
 from corp.report.why import explained
 from corp.storage import folder as storage
 
 
 @command
+@with_recipe
 def prune(
     model: o.ModelArg,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
+    recipe: Recipe,
     calib: o.MaybeCalib = None,
     stats: o.Stats = None,
     weights: o.Weights = None,
@@ -48,28 +46,6 @@ def prune(
     pack: o.Pack = None,
     tokenizer: o.Tokenizer = None,
     memory: o.Memory = None,
-    mlp: r.Mlp = None,
-    attn: r.Attn = None,
-    vo: r.Vo = None,
-    equal_heads: r.EqualHeads = False,
-    target_macs: r.TargetMacs = None,
-    target_params: r.TargetParams = None,
-    target_latency: r.TargetLatency = None,
-    min_agreement: r.MinAgreement = None,
-    sparsity: r.Sparsity = None,
-    preset: r.Preset = "paper",
-    rank: r.Rank = "",
-    compensate: r.Compensate = "",
-    intercept: r.Intercept = "",
-    ridge: r.Ridge = "",
-    attn_basis: r.AttnBasis = "",
-    allocate: r.Allocate = "",
-    vo_basis: r.VoBasis = SUBSPACE,
-    sequential: r.Sequential = None,
-    sequential_samples: r.SequentialSamples = None,
-    round_to: r.RoundTo = "1",
-    skip: r.Skip = None,
-    override: r.Override = None,
     batch_size: o.MaybeBatchSize = None,
     device: o.Device = "auto",
     dtype: o.Dtype = "auto",
@@ -88,46 +64,24 @@ def prune(
     json: o.Json = False,
 ) -> None:
     """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
-    recipe = r.make_recipe(
-        mlp=mlp,
-        attn=attn,
-        vo=vo,
-        equal_heads=equal_heads,
-        target_macs=target_macs,
-        target_params=target_params,
-        sparsity=sparsity,
-        preset=preset,
-        rank=rank,
-        compensate=compensate,
-        intercept=intercept,
-        ridge=ridge,
-        attn_basis=attn_basis,
-        allocate=allocate,
-        vo_basis=vo_basis,
-        sequential=sequential,
-        sequential_samples=sequential_samples,
-        round_to=round_to,
-        skip=skip,
-        override=override,
-        target_latency=target_latency,
-        min_agreement=min_agreement,
-    )
     refuse_existing(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} is not there")
-    if sequential and stats is not None:
+    if recipe.sequential is True and stats is not None:
         raise DataError("--sequential reads the data itself: give --calib instead of --stats")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     d.check(deploy_data, mix_deploy)
-    held: list[Any] | None = [] if stats is None and searching.searches(recipe) else None
     settings = o.make_settings(tokens, memory)
-    dense, statistics = o.statistics(source, stats, recipe, settings, held)
-    seen = d.statistics(source, deploy_data, dense, settings)
-    statistics = statistics + seen if seen is not None and mix_deploy else statistics
-    result = make(dense, statistics, recipe, held, source)
-    shift = d.measured(dense, statistics, seen, result.plan)
-    result = replace(result, model=as_stored(result.model))
+    known = None if stats is None else o.read_statistics(source, stats)
+    dense = o.opened(source, recipe)
+    batches = None if known else o.batches_of(dense, source)
+    origin = None if known else o.origin_of(source, dense, batches)
+    watch = _Run(source, dense, deploy_data or [], mix_deploy, settings)
+    result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
+    o.tell_skipped(batches)
+    shift = d.measured(dense, watch.stats, watch.seen, result.plan)
+    result = replace(result, model=as_stored(result.model, dense))
     places = companion_places(model, dense, tokenizer)
     line = shlex.join(["corp", *sys.argv[1:]])
     storage.save(result, out, overwrite=overwrite, command=line, companions=places)
@@ -142,39 +96,32 @@ def prune(
     if eval_data:
         content, show = before_and_after({model: dense, str(out): result.model}, eval_data, eval_samples, source)
     if json:
-        show_json(
-            {
-                "output": str(out),
-                **result.report.to_dict(),
-                **d.content(shift),
-                **({"evaluation": content} if content else {}),
-            }
-        )
+        evaluation = {"evaluation": content} if content else {}
+        show_json({"output": str(out), **result.report.to_dict(), **d.content(shift), **evaluation})
         return
     if show:
         show()
 
 
-def make(
-    dense: nn.Module, statistics: Statistics, recipe: Recipe, held: list[Any] | None, source: o.Source
-) -> api.Result:
-    """The pruned model: searched for where batches were held out for that, fitted block by block where it is asked."""
-    batches: Any = None
-    if source.calib:
-        batches = calibration_batches(dense, source)
-        recipe = settled(dense, find_sites(dense), recipe, batches)
-    asked, shared = recipe, None
-    if held is not None:
-        with without_cache(dense):
-            recipe, shared = searching.search(dense, statistics, recipe, held, announce=note)
-    with progress("planning", None, "sites") as advance:
-        plan = api.plan(dense, statistics, recipe.at_once(), progress=advance, shared=shared)
-    result = api.apply(dense, statistics, plan)
-    if recipe.sequential is not True:
-        return result
-    batches = batches if held is None else searching.hold_out(batches, asked)
-    with progress("repairing", None, "blocks") as advance:
-        return api.repair(dense, result, batches, recipe, progress=advance)
+@dataclass
+class _Run(Console):
+    """Shows a run, and brings in the statistics of deployment data, mixed with those of --calib if that is asked."""
+
+    source: o.Source
+    dense: nn.Module
+    deploy_data: list[Path]
+    mix: bool
+    settings: Settings
+    stats: Statistics = field(default_factory=Statistics)
+    seen: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def calibrated(self, stats: Statistics) -> Statistics:
+        self.seen = d.statistics(self.source, self.deploy_data, self.dense, self.settings)
+        self.stats = stats + self.seen if self.seen is not None and self.mix else stats
+        return self.stats
 
 
 def before_and_after(

@@ -1,158 +1,96 @@
-"""The options that make a recipe."""
+"""The options that make a recipe, read off the fields of `corp.Recipe`: each is spelled there, once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from corp.errors import RecipeError
-from corp.recipe import PRESETS, RANKINGS, Recipe
+from corp.recipe import HOW, PRESETS, REMOVE, Recipe
 
-Mlp = Annotated[float | None, typer.Option(help="Share of MLP hidden channels to remove, 0 <= s < 1.")]
-Attn = Annotated[float | None, typer.Option(help="Share of every head's Q/K dimensions to remove, 0 <= s < 1.")]
-Vo = Annotated[float | None, typer.Option(help="Share of every head's value dimensions to remove, 0 <= s < 1.")]
-EqualHeads = Annotated[
-    bool, typer.Option("--equal-heads", help="Make values as wide as queries and keys: fused kernels, smaller caches.")
-]
-VoBasis = Annotated[
-    str, typer.Option(help="subspace: turn every head's values first; coordinates: keep dimensions as they are.")
-]
-TargetMacs = Annotated[
-    float | None, typer.Option(help="Instead of shares: at most this share of the dense multiply-accumulates.")
-]
-TargetParams = Annotated[
-    float | None, typer.Option(help="Instead of shares: at most this share of the dense parameters.")
-]
-TargetLatency = Annotated[
-    float | None,
-    typer.Option(help="Instead of shares: at most this share of the dense time per sample, measured here."),
-]
-MinAgreement = Annotated[
-    float | None,
-    typer.Option(help="Instead of a target: as small as agreement with the dense model on held-out data stays this."),
-]
-Sparsity = Annotated[float | None, typer.Option(help="The same share for --mlp and --attn.")]
-Preset = Annotated[str, typer.Option(help=f"Sets what is not given: {', '.join(PRESETS)}.")]
-Rank = Annotated[str, typer.Option(help=f"MLP ranking: {', '.join(RANKINGS)}.", show_default="the preset's")]
-Compensate = Annotated[str, typer.Option(help="full, mean (bias only) or none.", show_default="the preset's")]
-Intercept = Annotated[
-    str,
-    typer.Option(
-        help="May compensation use a bias? auto (where there is one), yes or no.", show_default="the preset's"
-    ),
-]
-Ridge = Annotated[
-    str,
-    typer.Option(
-        help="Ridge, relative to the mean diagonal of the system; auto: what held-out batches say.",
-        show_default="the preset's",
-    ),
-]
-AttnBasis = Annotated[
-    str,
-    typer.Option(
-        help="coordinates: keep Q/K dimensions; subspace: keep the best combinations of them.",
-        show_default="the preset's",
-    ),
-]
-Allocate = Annotated[
-    str,
-    typer.Option(
-        help="What a target does: uniform shares, or worth: shared out by what the next channel is worth.",
-        show_default="the preset's",
-    ),
-]
-Sequential = Annotated[
-    bool | None,
-    typer.Option(
-        "--sequential/--no-sequential",
-        help="Fit block after block, so that later layers make up for earlier ones; reads --calib again.",
-        show_default="the preset's",
-    ),
-]
-SequentialSamples = Annotated[
-    int | None,
-    typer.Option(
-        help="Samples whose hidden states --sequential holds.", min=1, show_default="256, fewer if they are long"
-    ),
-]
-RoundTo = Annotated[
-    str, typer.Option(help="Round kept widths up: a number, e.g. mlp=64,head=8, or fast, which is that.")
-]
-Skip = Annotated[list[str] | None, typer.Option(help="Glob over site names to leave alone; may be repeated.")]
-Override = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Other sparsities, e.g. 'blocks.0.*:mlp=0.2,attn=0'; under a target also ranges, mlp=0-0.3; repeatable."
-    ),
-]
-
-_INTERCEPTS: dict[str, bool | str] = {"": "", "auto": "auto", "yes": True, "no": False}
+YES_NO = {"auto": "auto", "yes": True, "no": False}
+_RENAMED = {"overrides": "override"}  # an option that is repeated is spelled in the singular
 
 
-def make_recipe(
-    mlp: float | None,
-    attn: float | None,
-    vo: float | None,
-    equal_heads: bool,
-    target_macs: float | None,
-    target_params: float | None,
-    sparsity: float | None,
-    preset: str,
-    rank: str,
-    compensate: str,
-    intercept: str,
-    ridge: str,
-    attn_basis: str,
-    allocate: str,
-    vo_basis: str,
-    round_to: str,
-    skip: list[str] | None,
-    override: list[str] | None,
-    min_agreement: float | None = None,
-    target_latency: float | None = None,
-    sequential: bool | None = None,
-    sequential_samples: int | None = None,
-) -> Recipe:
-    if sparsity is not None and (mlp is not None or attn is not None):
+def with_recipe(function: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `recipe` of a command by the options of all recipe fields, --preset and --sparsity."""
+    hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters.values()
+    options = {_RENAMED.get(f.name, f.name): _annotation(f) for f in fields(Recipe)}
+    options |= {
+        "sparsity": _option(float | None, "The same share for --mlp and --attn.", REMOVE),
+        "preset": _option(str, "Settings to start from; options given beside it win.", HOW, tuple(PRESETS)),
+    }
+
+    @functools.wraps(function)
+    def wrapped(**given: Any) -> None:
+        recipe = make_recipe(**{name: given.pop(name) for name in options})
+        function(recipe=recipe, **given)
+
+    parameters = []
+    for parameter in own:
+        if parameter.name != "recipe":
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        for name, annotation in options.items():
+            default = "best" if name == "preset" else None
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped
+
+
+def make_recipe(*, sparsity: float | None, preset: str, override: list[str] | None, **given: Any) -> Recipe:
+    """The recipe of a preset with what was given on the command line."""
+    if sparsity is not None and (given["mlp"] is not None or given["attn"] is not None):
         raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
-    targets = target_macs, target_params, target_latency, min_agreement
-    if all(share is None for share in (sparsity, mlp, attn, vo, *targets)):
+    settings = {name: value for name, value in given.items() if value is not None and value != []}
+    if sparsity is not None:
+        settings |= {"mlp": sparsity, "attn": sparsity}
+    for name, parse in _PARSED.items():
+        if name in settings:
+            settings[name] = parse(settings[name])
+    if override:
+        settings["overrides"] = dict(_override(text) for text in override)
+    recipe = Recipe.preset(preset, **settings)
+    if not recipe.has_target and not any((recipe.mlp, recipe.attn, recipe.vo, recipe.overrides)):
         raise RecipeError("nothing to prune: give --sparsity 0.5, some of --mlp, --attn and --vo, or --target-macs 0.6")
-    if intercept not in _INTERCEPTS:
-        raise RecipeError(f"--intercept {intercept} is not one of {', '.join(filter(None, _INTERCEPTS))}")
-    both = 0.0 if sparsity is None else sparsity
-    return Recipe(
-        mlp=both if mlp is None else mlp,
-        attn=both if attn is None else attn,
-        vo=vo or 0.0,
-        equal_heads=equal_heads,
-        target_macs=target_macs,
-        target_params=target_params,
-        target_latency=target_latency,
-        min_agreement=min_agreement,
-        preset=preset,
-        rank=rank,
-        compensate=compensate,
-        intercept=_INTERCEPTS[intercept],
-        ridge=ridge if ridge in ("", "auto") else parse_number(ridge, float, "--ridge"),
-        attn_basis=attn_basis,
-        allocate=allocate,
-        vo_basis=vo_basis,
-        sequential="" if sequential is None else sequential,
-        sequential_samples=sequential_samples,
-        round_to=_rounding(round_to),
-        skip=tuple(skip or ()),
-        overrides=dict(_override(text) for text in override or ()),
-    )
+    return recipe
+
+
+def flag(name: str) -> str:
+    """How a recipe field is spelled on the command line."""
+    return "--" + _RENAMED.get(name, name).replace("_", "-")
+
+
+def _annotation(f: Field[Any]) -> Any:
+    """The option of one field; its value is None unless it is given, so that a preset can fill it in."""
+    default = "" if f.default in (MISSING, None, ()) else str(f.default)
+    kind: Any = {"skip": list[str], "overrides": list[str], "equal_heads": bool, "sequential": bool}.get(f.name)
+    if kind is None:
+        kind = {"float": float, "float | None": float, "int | None": int}.get(str(f.type), str)
+    shown = {"show_default": default} if default else {}
+    switch = (f"{flag(f.name)}/--no-{f.name.replace('_', '-')}",) if kind is bool else ()
+    return _option(kind | None, f.metadata["help"], f.metadata["panel"], f.metadata["choices"], *switch, **shown)
+
+
+def _option(kind: Any, text: str, panel: str, choices: tuple[str, ...] = (), *spelled: str, **extra: Any) -> Any:
+    if choices and not spelled:
+        kind = Literal[choices] | None if kind == str | None else Literal[choices]
+    return Annotated[kind, typer.Option(*spelled, help=text, rich_help_panel=panel, **extra)]
 
 
 def _rounding(text: str) -> Any:
-    if text == "fast":
-        return text
-    return _pairs(text, int, "--round-to") if "=" in text else parse_number(text, int, "--round-to")
+    if "=" in text:
+        return _pairs(text, int, "--round-to")
+    return int(text) if text.isdigit() else text
 
 
 def _override(text: str) -> tuple[str, dict[str, Any]]:
@@ -188,3 +126,6 @@ def parse_number(text: str, kind: Callable[[str], Any], option: str) -> Any:
         return kind(text)
     except ValueError:
         raise RecipeError(f"{option}: {text!r} is not a number") from None
+
+
+_PARSED: Mapping[str, Callable[[Any], Any]] = {"intercept": YES_NO.__getitem__, "round_to": _rounding}

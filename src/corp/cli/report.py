@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from corp.api import Report
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json
 from corp.errors import StorageError
@@ -18,7 +19,6 @@ from corp.report.elements import Cell
 from corp.report.html import Chart, Run, Study, page
 from corp.report.svg import Series
 from corp.report.sweeps import METRICS, lines, number
-from corp.report.tables import Report
 from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
 
 DEMO = "demo.json"

@@ -13,7 +13,6 @@ import typer
 from torch import nn
 
 from corp import __version__
-from corp.api import fingerprint
 from corp.calibration.batches import without_cache
 from corp.calibration.job import Settings
 from corp.calibration.statistics import Statistics
@@ -31,6 +30,7 @@ from corp.evaluate.sweep import Grid, Row, Sweep
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS, Recipe
 from corp.report.sweeps import draw
+from corp.sites import fingerprint
 from corp.tables import write_csv
 
 TABLE = "sweep.csv"

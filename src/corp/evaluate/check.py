@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from corp.adapters.registry import find_sites
-from corp.api import calibrate, fingerprint, match
+from corp.api import calibrate
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.calibration.hooks import Collector
 from corp.calibration.job import Settings
@@ -26,7 +26,19 @@ from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import Enough, LogitErrors, heads_at, heads_at_kernel
 from corp.numerics.affine import output_energy
 from corp.planning.plan import Plan, SitePlan
-from corp.sites import AttentionSite, LinearSite, MLPSite, Rows, Site, ValueSite, layers_of, projection_at, rows_of
+from corp.sites import (
+    AttentionSite,
+    LinearSite,
+    MLPSite,
+    Rows,
+    Site,
+    ValueSite,
+    fingerprint,
+    layers_of,
+    projection_at,
+    rows_of,
+)
+from corp.surgery.apply import match
 from corp.surgery.attention import Parts
 from corp.surgery.self_check import Finding, errors_in, narrowed_rows
 
@@ -89,9 +101,9 @@ def check(
                         energy = errors.energy(stats)
                     else:
                         measured = _output_error(dense, pruned, site, narrow, swap, batches, forward)
-                        moments = stats.moments_of(site.name).all
+                        moments = stats.moments_of(site.name).total()
                         W = projection_at(dense, site.down).weight.cpu().double()
-                        energy = output_energy(W, moments.mean, moments.cov)
+                        energy = output_energy(W, moments.mean, moments.cov())
                 finding = Finding(site.name, site.kind, expected, measured, energy, epsilon)
                 checked.append(Checked(site_plan.relative_error, finding))
             if progress:

@@ -139,10 +139,10 @@ class LogitErrors:
         """Of the dense model's logits, counted likewise."""
         total = 0.0
         if self.site.rotary:
-            pairs = stats.pairs_of(self.site.name).all
+            pairs = stats.pairs_of(self.site.name).total()
             total += sum(rotary.logit_energy(A) for A in (pairs.weighted if self.weighted else pairs.raw))
         if self.plain is not None:
-            total += _energy_of(stats.grams_of(self.site.plain_name).all, self.centred)
+            total += _energy_of(stats.grams_of(self.site.plain_name).total(), self.centred)
         return total
 
 

@@ -68,10 +68,10 @@ def analyze(sites: Sites, stats: Statistics, progress: Callable[[int], None] | N
 
 
 def _inputs(site: LinearSite, stats: Statistics) -> Row:
-    moments = stats.moments_of(site.name).all
+    moments = stats.moments_of(site.name).total()
     _require_width(site, site.inputs, moments.width)
     sparsity = inactivity(moments.active_share) if isinstance(site, MLPSite) else None
-    return _row(site, site.kind, None, redundancy(moments.cov), sparsity)
+    return _row(site, site.kind, None, redundancy(moments.cov()), sparsity)
 
 
 def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:

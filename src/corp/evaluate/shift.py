@@ -18,20 +18,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from corp import api
 from corp.adapters.registry import find_sites
 from corp.calibration.grams import Grams
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
 from corp.numerics import affine, logit, rotary, subspace, values
 from corp.numerics.linalg import mean_diagonal, solve_vanishing
-from corp.planning.fitting import fit_head, fit_mlp, fit_turned, head_system, split
+from corp.planning.fitting import fit_head, fit_mlp, fit_rotated, head_system, split
 from corp.planning.heads import HeadSums, fit_group
-from corp.planning.linear import Layer, choose_values, in_basis, layer_of
+from corp.planning.linear import Layer, choose, layer_of
 from corp.planning.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE, Recipe
 from corp.report.shifts import Shift, SiteShift
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
+from corp.surgery.apply import match
 
 
 class _Found(NamedTuple):
@@ -57,7 +57,7 @@ def measure_shift(
     if deployment.weights != stats.weights or set(deployment.sums) != set(stats.sums):
         raise StatisticsError("the deployment statistics are of another model; calibrate this one on deployment data")
     found = []
-    for group in api.match(find_sites(model), plan):
+    for group in match(find_sites(model), plan):
         for site, site_plan in group:
             with at_site(site):
                 found.append(_site_shift(model, site, site_plan, stats, deployment, plan.recipe))
@@ -76,7 +76,7 @@ def _site_shift(
     else:
         down = projection_at(model, site.down)
         here, there_ = (
-            layer_of(down, part.moments_of(site.name).all, planned.intercept) for part in (stats, deployment)
+            layer_of(down, part.moments_of(site.name).total(), planned.intercept) for part in (stats, deployment)
         )
         mean, spread = _apart(here, there_)
         found = _linear(model, site, planned, stats, here, there_, recipe)
@@ -110,10 +110,11 @@ def _linear(
     if isinstance(site, MLPSite):
         (kept,) = planned.indices()
     else:
-        moments = stats.moments_of(site.name).all
-        _, basis = choose_values(site, here.W, moments, planned.intercept, planned.keep, recipe)
+        moments, down = stats.moments_of(site.name).total(), projection_at(model, site.down)
+        basis = choose(site, planned.keep, down, moments, recipe, planned.intercept).basis
         kept = values.kept_inputs(planned.indices(), site.width, site.heads)
-        here, there = (in_basis(*layer, basis, site.heads) for layer in (here, there))
+        if basis is not None:
+            here, there = (Layer(*values.turn(*layer, basis, site.heads)) for layer in (here, there))
     pruned = split(site.inputs, kept)
     fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, planned.ridge)
     best = affine.best_affine(there.mean, there.cov, kept, pruned)
@@ -146,14 +147,14 @@ def _heads(
     for g, kept in enumerate(planned.indices()):
         heads = range(g * shared, (g + 1) * shared)
         if sums.pairs is not None and there.pairs is not None:
-            both = [part.all.group(g, weighted=recipe.rank == "exact") for part in (sums.pairs, there.pairs)]
+            both = [part.total().group(g, weighted=recipe.rank == "exact") for part in (sums.pairs, there.pairs)]
             pairs = kept[kept < dims // 2]
             for A_c, A_t in zip(*both, strict=True):
                 found.append(_pairs(A_c, A_t, pairs, planned.ridge, recipe))
                 apart.append((A_c, A_t))
         if sums.grams is not None and there.grams is not None:
             plain = kept[kept >= dims] - dims
-            grams = sums.grams.all, there.grams.all
+            grams = sums.grams.total(), there.grams.total()
             centred = planned.basis == SUBSPACE
             part = _subspaces if centred else _dimensions
             found += part(grams, heads, plain, site.plain_width, planned.ridge, recipe)
@@ -168,7 +169,7 @@ def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, ridge: float, recipe: Recipe)
     """One rotary head."""
     pruned = split(len(A_c) // 2, kept)
     here, there = (rotary.pair_system(A, kept, pruned) for A in (A_c, A_t))
-    fit = fit_turned(here, recipe.compensate, ridge)
+    fit = fit_rotated(here, recipe.compensate, ridge)
     best = solve_vanishing(there.A, there.h[:, None], mean_diagonal(there.A))[:, 0]
     J_star = rotary.error(there, best)
     bound = 2 * J_star + 2 * _norm(there.A) * float((best - fit).square().sum())
@@ -194,7 +195,7 @@ def _dimensions(
 def _subspaces(
     grams: tuple[Grams, Grams], heads: range, kept: Tensor, _width: int, ridge: float, recipe: Recipe
 ) -> list[_Found]:
-    here, there = (fit_group(part, heads, len(kept), recipe.compensate, ridge) for part in grams)
+    here, there = (fit_group(part, heads, len(kept), ridge, exact_steps=recipe.compensate == "full") for part in grams)
     found = []
     for i, h in enumerate(heads):
         both = [part.head(h, centred=True) for part in grams]

@@ -18,12 +18,12 @@ from torch import nn
 from corp import api
 from corp.adapters.registry import find_sites
 from corp.calibration.checkpoint import prepare_folder
-from corp.calibration.job import Progress, Settings, enough_tokens
+from corp.calibration.job import Settings, enough_tokens
 from corp.calibration.statistics import Statistics, merge
 from corp.errors import DataError, RecipeError
 from corp.files import cannot_write, lock_folder, read_json, refuse_existing, write_text
-from corp.observer import timing
-from corp.recipe import KINDS, TOGETHER, Recipe
+from corp.observer import Advance, Observer, timing
+from corp.recipe import KINDS, TOGETHER, Recipe, preset_of
 from corp.sites import AttentionSite
 
 Row = dict[str, Any]
@@ -49,13 +49,7 @@ class Grid:
         if unknown:
             raise RecipeError(f"--kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
         return [
-            Recipe(
-                **_shares(kind, s),
-                preset=preset,
-                rank=rank,
-                compensate=compensate,
-                ridge=ridge,
-            )
+            Recipe.preset(preset, **_shares(kind, s), **_given(rank=rank, compensate=compensate), ridge=ridge)
             for kind in self.kinds
             for preset in self.presets
             for rank in self.ranks
@@ -63,6 +57,11 @@ class Grid:
             for ridge in self.ridges
             for s in self.sparsities
         ]
+
+
+def _given(**settings: str) -> dict[str, str]:
+    """Settings that are not left to the preset."""
+    return {name: value for name, value in settings.items() if value}
 
 
 def _shares(kind: str, sparsity: float) -> dict[str, Any]:
@@ -85,12 +84,13 @@ class Sweep:
             known = read_json(self.folder / ROWS)
             self.rows, self.dense_row = known["rows"], known["dense"]
 
-    def run(self, stats: Statistics, progress: Progress | None = None) -> None:
+    def run(self, stats: Statistics, progress: Advance | None = None) -> None:
         """Apply every recipe to the dense model, a few at a time, and measure them together."""
         done = {_key(row) for row in self.rows}
         todo = []
         for recipe in self.recipes:
-            case = {"samples": stats.samples, **{name: getattr(recipe, name) for name in CASE[1:]}}
+            case = {"samples": stats.samples, "preset": preset_of(recipe)}
+            case |= {name: getattr(recipe, name) for name in CASE if name not in case}
             if _key(case) not in done:
                 todo.append((recipe, case))
         if progress and len(todo) < len(self.recipes):
@@ -109,11 +109,8 @@ class Sweep:
 
     def _prune(self, stats: Statistics, recipe: Recipe, case: Row) -> tuple[nn.Module, Row]:
         with timing() as seconds:
-            start = time.perf_counter()
-            plan = api.plan(self.dense, stats, recipe)
-            seconds["plan"] = time.perf_counter() - start
-            result = api.apply(self.dense, stats, plan)
-        report = result.report
+            result = api.prune(self.dense, None, recipe, stats=stats)
+        report, plan = result.report, result.plan
         row = {**case, "params": report.params[1], "macs": report.macs[1] if report.macs else None}
         for kind in KINDS:
             errors = [site.relative_error for site in plan.sites if site.kind == kind]
@@ -147,7 +144,7 @@ def statistics_of_sizes(
     seed: int,
     origin: dict[str, Any],
     settings: Settings,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
 ) -> Iterator[tuple[Statistics, float | None]]:
     """Statistics of the first sizes[0], sizes[1] … samples of a random order, and the seconds each took to get to.
 
@@ -168,7 +165,7 @@ def statistics_of_sizes(
             if not here.is_dir():
                 now = {**origin, "data fingerprint": part.fingerprint(), "samples": part.samples}
                 told = Settings(tokens, settings.memory)
-                api.calibrate(model, part, out=here, progress=progress, settings=told, origin=now)
+                api.calibrate(model, part, out=here, settings=told, origin=now, observer=_Told(progress))
                 if unreadable := getattr(part, "bad", []):
                     data.bad += unreadable
                 if fresh:
@@ -183,6 +180,17 @@ def statistics_of_sizes(
         before = whole
         known: list[Any] = [seconds.get(str(s)) for s in sizes[: list(sizes).index(size) + 1]]
         yield Statistics.load(whole), None if None in known else sum(known)
+
+
+class _Told(Observer):
+    """An observer that passes on how many samples were seen."""
+
+    def __init__(self, progress: Advance | None) -> None:
+        self.progress = progress
+
+    @contextmanager
+    def stage(self, _name: str, _total: int | None, _unit: str) -> Iterator[Advance]:
+        yield self.progress or (lambda _done: None)
 
 
 def check_sizes(sizes: Sequence[int], samples: int) -> None:

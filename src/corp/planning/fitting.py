@@ -12,7 +12,7 @@ from corp.numerics import affine, logit, rotary
 
 def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
     """Mean and covariance; without an intercept zero and the raw second moment, for which the same formulas hold."""
-    mean, cov = moments.mean, moments.cov
+    mean, cov = moments.mean, moments.cov()
     if intercept:
         return mean, cov
     return torch.zeros_like(mean), cov + torch.outer(mean, mean)
@@ -43,6 +43,6 @@ def fit_head(system: logit.LogitSystem, compensate: str, ridge: float) -> Tensor
     return system.G.new_zeros(side, side)
 
 
-def fit_turned(system: rotary.PairSystem, compensate: str, ridge: float) -> Tensor:
+def fit_rotated(system: rotary.PairSystem, compensate: str, ridge: float) -> Tensor:
     """(a, b) stacked (2S,) for the kept pairs of a rotary head."""
     return rotary.fit_pairs(system, ridge=ridge) if compensate == "full" else torch.zeros_like(system.h)

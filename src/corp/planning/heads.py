@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,227 +15,291 @@ from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
 from corp.numerics import logit, rank, rotary, subspace
-from corp.numerics.ridge import choose_system
-from corp.observer import stage
-from corp.planning.fitting import fit_head, fit_turned, head_system
-from corp.planning.plan import GroupCost, SitePlan
+from corp.observer import timed
+from corp.planning.fitting import fit_head, fit_rotated, head_system, split
+from corp.planning.plan import GroupCost, HeadMaps, SitePlan
 from corp.planning.widths import rotated_part
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import AttentionSite
 
-Part: TypeAlias = tuple[list[int], GroupCost]  # dimensions kept, and their cost
 Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data
-LARGEST_STEP = 4096  # unknowns of an exact step of a subspace; beyond, its start is kept
 
 
 class HeadSums(NamedTuple):
-    """The sums of an attention's rotated dimensions and of the others, where it has them."""
+    """The sums of an attention's rotated dimensions and of the others, if it has them."""
 
     pairs: SiteSums[PairSums] | None
     grams: SiteSums[Grams] | None
-    fits: dict[Any, Any]  # of the last plan, by head, what it kept and the ridge
 
     @classmethod
     def of(cls, site: AttentionSite, stats: Statistics) -> HeadSums:
         pairs = stats.pairs_of(site.name) if site.rotary else None
-        grams = stats.grams_of(site.plain_name) if site.plain_width else None
-        return cls(pairs, grams, stats.fits.setdefault(site.name, {}))
+        return cls(pairs, stats.grams_of(site.plain_name) if site.plain_width else None)
+
+
+class Maps(NamedTuple):
+    """What turns rows of the R query heads that share a key head, and that head's own, into the kept ones."""
+
+    q: list[Tensor]  # R of (e, d)
+    k: Tensor  # (e, d)
 
 
 def plan_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
-    """Rank, choose and predict for every key head of one attention and the query heads that share it."""
+    """Choose, fit and predict for every key head of one attention and the query heads that share it."""
     parts = _parts(site, keep, sums, recipe)
-    ridge = choose_ridge(parts, site.groups, recipe)
-    sums.fits.clear()
-    kept, costs = [], []
-    for g in range(site.groups):
-        planned = [part.plan(g, ridge, sums.fits) for part in parts]
-        kept.append(tuple(i for dims, _ in planned for i in dims))
-        costs.append(together([cost for _, cost in planned]))
-    sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
-    basis = _basis(site, recipe)
-    return SitePlan(site.name, "attn", site.width, sparsity, tuple(kept), False, tuple(costs), ridge, basis)
+    costs = tuple(_together([part.cost(g) for part in parts]) for g in range(site.groups))
+    return _site_plan(site, keep, parts, recipe, costs)
 
 
 def sketch_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
-    """The same without predictions, and with subspaces as they start: for models that are tried, not kept."""
-    parts, ridge = _parts(site, keep, sums, recipe), recipe.ridge_given
-    sums.fits.clear()
-    for part in parts:
-        if isinstance(part, _Subspaces):
-            sums.fits.update({(g, part.keep, ridge): part.start(g, ridge) for g in range(site.groups)})
+    """Choose and fit without predictions, and subspaces without exact steps: for models that are tried, not kept."""
+    return _site_plan(site, keep, _parts(site, keep, sums, recipe, exact_steps=False), recipe, ())
+
+
+def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, recipe: Recipe) -> HeadMaps:
+    """The maps of a plan that came without them."""
+    chosen = site_plan.indices()
+    return _head_maps(site, _parts(site, site_plan.keep, sums, recipe, chosen))
+
+
+def _site_plan(
+    site: AttentionSite, keep: int, parts: Sequence[_Part], recipe: Recipe, costs: tuple[GroupCost, ...]
+) -> SitePlan:
     kept = tuple(tuple(i for part in parts for i in part.kept(g)) for g in range(site.groups))
-    basis = _basis(site, recipe)
-    return SitePlan(site.name, "attn", site.width, 1 - keep / site.width, kept, False, (), ridge, basis)
+    asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
+    basis, fold = _basis(site, recipe), _head_maps(site, parts)
+    return SitePlan(site.name, "attn", site.width, asked, kept, False, costs, recipe.ridge, basis, fold)
+
+
+def _head_maps(site: AttentionSite, parts: Sequence[_Part]) -> HeadMaps:
+    queries: list[Tensor] = []
+    keys: list[Tensor] = []
+    for g in range(site.groups):
+        maps = [part.maps(g) for part in parts]
+        queries += [torch.block_diag(*each) for each in zip(*(part.q for part in maps), strict=True)]
+        keys.append(torch.block_diag(*(part.k for part in maps)))
+    return HeadMaps(tuple(queries), tuple(keys))
 
 
 def _basis(site: AttentionSite, recipe: Recipe) -> str:
     return SUBSPACE if recipe.attn_basis == SUBSPACE and site.plain_width else COORDINATES
 
 
-def _parts(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> list[_Pairs | _Dimensions | _Subspaces]:
-    """The rotated dimensions, and the others."""
+def _parts(
+    site: AttentionSite,
+    keep: int,
+    sums: HeadSums,
+    recipe: Recipe,
+    chosen: Sequence[Tensor] | None = None,
+    *,
+    exact_steps: bool = True,
+) -> list[_Part]:
+    """The rotated dimensions, and the others; `chosen` are the dimensions that every group keeps, if known."""
     pairs_kept = rotated_part(site, keep) // 2 if site.rotary else 0
-    parts: list[_Pairs | _Dimensions | _Subspaces] = []
+    dims = site.rotary_dims
+    parts: list[_Part] = []
     if sums.pairs is not None:
-        parts.append(_Pairs(sums.pairs, pairs_kept, recipe))
+        given = None if chosen is None else [kept[kept < dims // 2] for kept in chosen]
+        parts.append(_Pairs(sums.pairs, pairs_kept, recipe, given))
     if sums.grams is not None:
-        kind = _Subspaces if _basis(site, recipe) == SUBSPACE else _Dimensions
-        parts.append(kind(sums.grams, site, keep - 2 * pairs_kept, recipe))
+        if _basis(site, recipe) == SUBSPACE:
+            steps = exact_steps and recipe.compensate == "full"
+            parts.append(_Subspaces(sums.grams, site, keep - 2 * pairs_kept, recipe, steps))
+        else:
+            given = None if chosen is None else [kept[kept >= dims] - dims for kept in chosen]
+            parts.append(_Dimensions(sums.grams, site, keep - 2 * pairs_kept, recipe, given))
     return parts
 
 
-def choose_ridge(parts: Sequence[_Pairs | _Dimensions | _Subspaces], groups: int, recipe: Recipe) -> float:
-    """The recipe's, or the one that does best on the held-out batches, for all heads of the attention."""
-    if recipe.ridge != "auto" or recipe.compensate != "full":
-        return recipe.ridge_given
-    judged = [part for part in parts if not isinstance(part, _Subspaces) and held_out(part.sums)]
-    if not judged:
-        return recipe.ridge_given
-    return choose_system(pair for part in judged for g in range(groups) for pair in part.systems(g)).ridge
+class _Part:
+    """Some dimensions of every key head; what it keeps, how its rows are mapped and what that costs."""
+
+    @abstractmethod
+    def kept(self, g: int) -> list[int]: ...
+
+    @abstractmethod
+    def maps(self, g: int) -> Maps: ...
+
+    @abstractmethod
+    def cost(self, g: int) -> GroupCost: ...
 
 
-def held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:
-    return sums.fit.samples > 0 and sums.held.samples > 0
-
-
-class _Pairs:
+class _Pairs(_Part):
     """The rotated dimensions of all heads: `keep` pairs of every key head; every query head is corrected by itself."""
 
-    def __init__(self, sums: SiteSums[PairSums], keep: int, recipe: Recipe) -> None:
-        self.sums, self.keep, self.recipe = sums, keep, recipe
-        self.whole = sums.all  # fitted and held-out together: added once, not per head
+    def __init__(
+        self, sums: SiteSums[PairSums], keep: int, recipe: Recipe, given: Sequence[Tensor] | None = None
+    ) -> None:
+        self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
+        self.whole = sums.total()
         self.weighted = recipe.rank == "exact"
-        self.choose = cache(self._choose)  # the ridge, the judgement and the fit all ask
+        self.choose, self.fits = cache(self._choose), cache(self._fits)  # of this plan: the maps and the cost ask
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:
+        if self.given is not None:
+            return self.given[g], split(self.whole.width // 2, self.given[g])
         moments = self.whole.group(g, weighted=self.weighted)  # (R, d, d)
-        with stage("rank"):
+        with timed("rank"):
             if self.weighted:
                 return rotary.eliminate(moments, self.keep)
             return rank.top(torch.stack([rotary.pair_energy(A) for A in moments]).sum(0), self.keep)
+
+    def _fits(self, g: int) -> list[tuple[rotary.PairSystem, Tensor]]:
+        """The system and the solution (a, b) of every query head."""
+        with timed("compensate"):
+            systems = [rotary.pair_system(A, *self.choose(g)) for A in self.whole.group(g, weighted=self.weighted)]
+            return [(system, fit_rotated(system, self.recipe.compensate, self.recipe.ridge)) for system in systems]
 
     def kept(self, g: int) -> list[int]:
         first = self.choose(g)[0]
         return [*first.tolist(), *(first + self.whole.width // 2).tolist()]
 
-    def systems(self, g: int) -> Iterator[tuple[rotary.PairSystem, rotary.PairSystem]]:
-        """Of every query head, on fitted and on held-out data."""
-        kept, pruned = self.choose(g)
-        both = [part.group(g, weighted=self.weighted) for part in (self.sums.fit, self.sums.held)]
-        for seen, unseen in zip(*both, strict=True):
-            yield rotary.pair_system(seen, kept, pruned), rotary.pair_system(unseen, kept, pruned)
+    def maps(self, g: int) -> Maps:
+        kept, width = self.choose(g)[0], self.whole.width
+        return Maps([rotary.pair_map(kept, width, fit) for _, fit in self.fits(g)], rotary.pair_map(kept, width))
 
-    def plan(self, g: int, ridge: float, _fits: dict[Any, Any]) -> Part:
-        kept, pruned = self.choose(g)
+    def cost(self, g: int) -> GroupCost:
         moments = self.whole.group(g, weighted=self.weighted)
-        judged = self.recipe.compensate == "full" and held_out(self.sums)
-        unseen = [_judge_pairs(*pair, ridge) for pair in self.systems(g)] if judged else [(None, None)] * len(moments)
-        costs = []
-        for A, shares in zip(moments, unseen, strict=True):
-            system = rotary.pair_system(A, kept, pruned)
-            fit = fit_turned(system, self.recipe.compensate, ridge)
-            costs.append(GroupCost(*rotary.distortion(system, fit), rotary.logit_energy(A), *shares))
-        return [*kept.tolist(), *(kept + moments.shape[-1] // 2).tolist()], together(costs)
+        unseen = (
+            self._judge(g)
+            if self.recipe.compensate == "full" and _held_out(self.sums)
+            else [(None, None)] * len(moments)
+        )
+        return _together(
+            [
+                GroupCost(*rotary.distortion(system, fit), rotary.logit_energy(A), *shares)
+                for A, (system, fit), shares in zip(moments, self.fits(g), unseen, strict=True)
+            ]
+        )
+
+    def _judge(self, g: int) -> list[Shares]:
+        """Every query head fitted without the held-out samples: what is left on its own data and on theirs."""
+        found: list[Shares] = []
+        both = [part.group(g, weighted=self.weighted) for part in (self.sums.fit, self.sums.held)]
+        for pair in zip(*both, strict=True):
+            seen, unseen = (rotary.pair_system(A, *self.choose(g)) for A in pair)
+            fit = rotary.fit_pairs(seen, ridge=self.recipe.ridge)
+            found.append((_share(rotary.error(seen, fit), seen.T), _share(rotary.error(unseen, fit), unseen.T)))
+        return found
 
 
-def _judge_pairs(seen: rotary.PairSystem, unseen: rotary.PairSystem, ridge: float) -> Shares:
-    fit = rotary.fit_pairs(seen, ridge=ridge)
-    return _share(rotary.error(seen, fit), seen.T), _share(rotary.error(unseen, fit), unseen.T)
-
-
-class _Dimensions:
+class _Dimensions(_Part):
     """Dimensions that are not rotated: `keep` of every key head, the same for the query heads that share it."""
 
-    def __init__(self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe) -> None:
-        self.sums, self.keep, self.recipe = sums, keep, recipe
-        self.shared, self.first = site.heads // site.groups, site.rotary_dims
-        self.whole = sums.all
-        self.choose = cache(self._choose)
+    def __init__(
+        self,
+        sums: SiteSums[Grams],
+        site: AttentionSite,
+        keep: int,
+        recipe: Recipe,
+        given: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
+        self.width, self.shared, self.first = site.plain_width, site.heads // site.groups, site.rotary_dims
+        self.whole = sums.total()
+        self.choose, self.fits = cache(self._choose), cache(self._fits)
 
     def heads(self, g: int) -> range:
         return range(g * self.shared, (g + 1) * self.shared)
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:
-        with stage("rank"):
+        if self.given is not None:
+            return self.given[g], split(self.width, self.given[g])
+        with timed("rank"):
             energies = [self.whole.head(h).energy().diagonal() for h in self.heads(g)]
             return rank.top(torch.stack(energies).sum(0), self.keep)
+
+    def _fits(self, g: int) -> list[tuple[logit.LogitSystem, Tensor]]:
+        with timed("compensate"):
+            systems = [head_system(self.whole.head(h), *self.choose(g)) for h in self.heads(g)]
+            return [(system, fit_head(system, self.recipe.compensate, self.recipe.ridge)) for system in systems]
 
     def kept(self, g: int) -> list[int]:
         return [self.first + i for i in self.choose(g)[0].tolist()]
 
-    def systems(self, g: int) -> Iterator[tuple[logit.LogitSystem, logit.LogitSystem]]:
-        kept, pruned = self.choose(g)
-        for h in self.heads(g):
-            seen, unseen = (head_system(part.head(h), kept, pruned) for part in (self.sums.fit, self.sums.held))
-            yield seen, unseen
+    def maps(self, g: int) -> Maps:
+        kept = self.choose(g)[0]
+        factors = logit.fold_factors if self.shared == 1 else logit.query_factors
+        sides = [factors(M) for _, M in self.fits(g)]
+        queries = [logit.head_map(kept, self.width, A) for A, _ in sides]
+        return Maps(queries, logit.head_map(kept, self.width, sides[0][1]))
 
-    def plan(self, g: int, ridge: float, fits: dict[Any, Any]) -> Part:
-        kept, pruned = self.choose(g)
-        judged = self.recipe.compensate == "full" and held_out(self.sums)
-        unseen = [_judge_head(*pair, ridge) for pair in self.systems(g)] if judged else [(None, None)] * self.shared
-        costs = []
-        for h, shares in zip(self.heads(g), unseen, strict=True):
-            head = self.whole.head(h)
-            with stage("compensate"):  # apply takes it over
-                system = head_system(head, kept, pruned)
-                M = fit_head(system, self.recipe.compensate, ridge)
-                if self.recipe.compensate == "full":  # what another plan finds under this key must mean the same
-                    fits[h, tuple(kept.tolist()), ridge] = M
-            costs.append(GroupCost(*logit.distortion(system, M), float(head.energy().sum()), *shares))
-        return [self.first + i for i in kept.tolist()], together(costs)
+    def cost(self, g: int) -> GroupCost:
+        judged = self.recipe.compensate == "full" and _held_out(self.sums)
+        return _together(
+            [
+                GroupCost(
+                    *logit.distortion(system, M),
+                    float(self.whole.head(h).energy().sum()),
+                    *(self._judge(g, h) if judged else (None, None)),
+                )
+                for h, (system, M) in zip(self.heads(g), self.fits(g), strict=True)
+            ]
+        )
+
+    def _judge(self, g: int, h: int) -> Shares:
+        seen, unseen = (head_system(part.head(h), *self.choose(g)) for part in (self.sums.fit, self.sums.held))
+        M = fit_head(seen, "full", self.recipe.ridge)
+        return _share(logit.error(seen, M), seen.T), _share(logit.error(unseen, M), unseen.T)
 
 
-def _judge_head(seen: logit.LogitSystem, unseen: logit.LogitSystem, ridge: float) -> Shares:
-    M = fit_head(seen, "full", ridge)
-    return _share(logit.error(seen, M), seen.T), _share(logit.error(unseen, M), unseen.T)
+class _Subspaces(_Part):
+    """Dimensions that are not rotated, as the best subspace: its directions are numbered, and the first are kept."""
 
+    def __init__(
+        self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe, exact_steps: bool
+    ) -> None:
+        self.sums, self.keep, self.recipe, self.exact_steps = sums, keep, recipe, exact_steps
+        self.shared, self.first = site.heads // site.groups, site.rotary_dims
+        self.whole = sums.total()
+        self.fit = cache(self._fit)
 
-class _Subspaces(_Dimensions):
-    """The same as the best subspace: numbered, not named, so that what is kept are always the first."""
+    def heads(self, g: int) -> range:
+        return range(g * self.shared, (g + 1) * self.shared)
+
+    def _fit(self, g: int) -> subspace.Subspace:
+        with timed("compensate"):
+            return fit_group(self.whole, self.heads(g), self.keep, self.recipe.ridge, exact_steps=self.exact_steps)
 
     def kept(self, g: int) -> list[int]:
         return [self.first + i for i in range(self.keep)]
 
-    def start(self, g: int, ridge: float) -> subspace.Subspace:
-        """The fit without its exact steps, which are most of the work."""
-        return fit_group(self.whole, self.heads(g), self.keep, "none", ridge)
+    def maps(self, g: int) -> Maps:
+        fit = self.fit(g)
+        return Maps(list(fit.A), fit.B)
 
-    def plan(self, g: int, ridge: float, fits: dict[Any, Any]) -> Part:
-        with stage("compensate"):
-            fit = fit_group(self.whole, self.heads(g), self.keep, self.recipe.compensate, ridge)
-            if self.recipe.compensate == "full":
-                fits[g, self.keep, ridge] = fit
-        unseen = None
-        if self.recipe.compensate == "full" and held_out(self.sums):
-            unseen = fit_group(self.sums.fit, self.heads(g), self.keep, "full", ridge)
+    def cost(self, g: int) -> GroupCost:
+        fit = self.fit(g)
+        judged = self.recipe.compensate == "full" and _held_out(self.sums)
+        unseen = fit_group(self.sums.fit, self.heads(g), self.keep, self.recipe.ridge) if judged else None
         costs = []
         for i, h in enumerate(self.heads(g)):
             head = self.whole.head(h, centred=True)
-            cost = subspace.distortion(head, fit.A[i], fit.B)
-            shares: Shares = None, None
-            if unseen is not None:
-                both = [part.head(h, centred=True) for part in (self.sums.fit, self.sums.held)]
-                lost = (subspace.dropped(part, self.keep) for part in both)
-                left = (subspace.error(part, unseen.A[i], unseen.B) for part in both)
-                seen_share, held_share = (_share(e, T) for e, T in zip(left, lost, strict=True))
-                shares = seen_share, held_share
-            costs.append(GroupCost(*cost, float(head.energy().sum()), *shares))
-        return [self.first + i for i in range(self.keep)], together(costs)
+            shares = (None, None) if unseen is None else self._judge(h, unseen.A[i], unseen.B)
+            costs.append(GroupCost(*subspace.distortion(head, fit.A[i], fit.B), float(head.energy().sum()), *shares))
+        return _together(costs)
+
+    def _judge(self, h: int, A: Tensor, B: Tensor) -> Shares:
+        both = [part.head(h, centred=True) for part in (self.sums.fit, self.sums.held)]
+        seen, unseen = (_share(subspace.error(p, A, B), subspace.dropped(p, self.keep)) for p in both)
+        return seen, unseen
 
 
-def fit_group(grams: Grams, heads: range, keep: int, compensate: str, ridge: float) -> subspace.Subspace:
+def fit_group(grams: Grams, heads: range, keep: int, ridge: float, *, exact_steps: bool = True) -> subspace.Subspace:
     """The subspace of query heads that share their keys, of which only what softmax notices is fitted."""
     sums = [grams.head(h, centred=True) for h in heads]
-    small = keep * grams.width <= LARGEST_STEP
-    return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(compensate == "full" and small))
+    return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(exact_steps))
+
+
+def _held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:
+    return sums.fit.samples > 0 and sums.held.samples > 0
 
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def together(costs: Sequence[GroupCost]) -> GroupCost:
+def _together(costs: Sequence[GroupCost]) -> GroupCost:
     """The cost of what is kept together; shares are weighted by what was lost."""
     if len(costs) == 1:
         return costs[0]

@@ -1,9 +1,9 @@
-"""MLP channels and value dimensions: both are inputs of a linear layer, which makes up for those that go."""
+"""MLP channels and value dimensions: both are inputs of a linear layer, which compensates for removed ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,10 @@ from torch import Tensor
 from corp.calibration.moments import Moments
 from corp.calibration.site_sums import SiteSums
 from corp.numerics import affine, exact, rank, values
-from corp.numerics.ridge import choose_affine
-from corp.observer import stage
+from corp.observer import timed
 from corp.planning.fitting import fit_mlp, moments_for_fit, split
-from corp.planning.plan import GroupCost, SitePlan
-from corp.recipe import COORDINATES, Recipe
+from corp.planning.plan import GroupCost, LinearFold, SitePlan
+from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import MLPSite, Projection, ValueSite
 
 
@@ -27,147 +26,187 @@ class Layer(NamedTuple):
     cov: Tensor  # (D, D)
 
 
-def layer_of(down: Projection, moments: Moments, intercept: bool) -> Layer:
-    return Layer(down.weight.cpu().double(), *moments_for_fit(moments, intercept))
+class Choice(NamedTuple):
+    """What a site keeps: indices of every group, and the basis of values if it is not their own."""
+
+    groups: list[Tensor]
+    basis: values.Basis | None = None
 
 
-def plan_mlp(
-    site: MLPSite,
+def layer_of(
+    down: Projection, moments: Moments, intercept: bool, choice: Choice | None = None, heads: int = 1
+) -> Layer:
+    """The layer and its input's moments, in the basis of `choice`."""
+    layer = Layer(down.weight.cpu().double(), *moments_for_fit(moments, intercept))
+    return layer if choice is None or choice.basis is None else Layer(*values.turn(*layer, choice.basis, heads))
+
+
+def plan_linear(
+    site: MLPSite | ValueSite,
     keep: int,
     down: Projection,
     sums: SiteSums[Moments],
     recipe: Recipe,
-    known: dict[Any, Any] | None = None,
+    path: exact.Path | None = None,
 ) -> SitePlan:
-    """Rank, choose and predict for one MLP that keeps so many channels; `down` is its second linear, in float64.
+    """Choose, fit and predict for a site that keeps `keep` channels, or dimensions per value head.
 
-    `known` may hold the site's elimination path (see whole_path), which gives the choice at every width.
+    `down` is the layer that consumes them. `path` is the elimination path of an MLP if it is known already.
     """
     intercept = uses_intercept(recipe, down.bias is not None)
+    moments = sums.total()
+    choice = choose(site, keep, down, moments, recipe, intercept, path)
+    kept, pruned = _inputs(site, choice.groups)
 
-    def layer(moments: Moments) -> Layer:
-        return layer_of(down, moments, intercept)
+    def layer(part: Moments) -> Layer:
+        return layer_of(down, part, intercept, choice, heads_in(site))
 
-    moments = sums.all
     here = layer(moments)
-    with stage("rank"):
-        kept, pruned = choose_channels(here, moments, keep, recipe, known or {})
-    ridge = choose_ridge(sums, kept, pruned, recipe, layer)
-    costs = (predict(here, sums, kept, pruned, recipe.compensate, ridge, layer),)
-    sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("mlp", site.name)
-    return SitePlan(site.name, "mlp", site.width, sparsity, (tuple(kept.tolist()),), intercept, costs, ridge)
+    with timed("compensate"):
+        fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, recipe.ridge)
+    cost = _cost(here, kept, pruned, fit, _judge(sums, kept, pruned, recipe, layer))
+    fold = _fold(here, down, kept, pruned, fit, choice, keep)
+    return _site_plan(site, choice, keep, recipe, intercept, (cost,), fold)
 
 
-def plan_values(site: ValueSite, keep: int, down: Projection, sums: SiteSums[Moments], recipe: Recipe) -> SitePlan:
-    """Turn the heads, choose and predict for the values of one attention; `down` is its output projection."""
+def sketch_linear(
+    site: MLPSite | ValueSite,
+    keep: int,
+    down: Projection,
+    sums: SiteSums[Moments],
+    recipe: Recipe,
+    path: exact.Path | None = None,
+) -> SitePlan:
+    """Choose and fit without predictions: for models that are tried, not kept."""
     intercept = uses_intercept(recipe, down.bias is not None)
-    kept_groups, basis = choose_values(site, down.weight, sums.all, intercept, keep, recipe)
-    kept = values.kept_inputs(kept_groups, site.width, site.heads)
-    pruned = split(site.inputs, kept)
-
-    def layer(moments: Moments) -> Layer:
-        return in_basis(down.weight, *moments_for_fit(moments, intercept), basis, site.heads)
-
-    ridge = choose_ridge(sums, kept, pruned, recipe, layer)
-    cost = predict(layer(sums.all), sums, kept, pruned, recipe.compensate, ridge, layer)
-    groups = tuple(tuple(group.tolist()) for group in kept_groups)
-    sparsity = 1 - keep / site.width if recipe.has_target else recipe.sparsity("vo", site.name)
-    return SitePlan(site.name, "vo", site.width, sparsity, groups, intercept, (cost,), ridge, recipe.vo_basis)
+    moments = sums.total()
+    choice = choose(site, keep, down, moments, recipe, intercept, path)
+    fold = fold_choice(site, choice, down, moments, intercept, recipe)
+    return _site_plan(site, choice, keep, recipe, intercept, (), fold)
 
 
-def choose_channels(
-    here: Layer, moments: Moments, keep: int, recipe: Recipe, known: dict[Any, Any]
-) -> tuple[Tensor, Tensor]:
-    """(kept, pruned) by the recipe's ranking."""
-    if recipe.rank != "exact":
-        return rank.top(_scores(here.W, moments, recipe), keep)
-    ridge = recipe.ridge_given
-    path: exact.Path = known.get(("path", ridge)) or exact.elimination_path(here.W, here.cov, ridge=ridge, least=keep)
-    return path.keep(keep)
+def fold_linear(
+    site: MLPSite | ValueSite, site_plan: SitePlan, down: Projection, sums: SiteSums[Moments], recipe: Recipe
+) -> LinearFold:
+    """The narrowed layer of a plan that came without its fold."""
+    moments = sums.total()
+    choice = Choice(site_plan.indices())
+    if isinstance(site, ValueSite) and site_plan.basis == SUBSPACE:
+        choice = choose(site, site_plan.keep, down, moments, recipe, site_plan.intercept)
+    return fold_choice(site, choice, down, moments, site_plan.intercept, recipe)
 
 
-def whole_path(here: Layer, recipe: Recipe, known: dict[Any, Any]) -> exact.Path:
-    """The elimination path down to one channel, kept in `known`: it is most of the work, and serves every width."""
-    key = ("path", recipe.ridge_given)
-    if key not in known:
-        known[key] = exact.elimination_path(here.W, here.cov, ridge=recipe.ridge_given)
-    path: exact.Path = known[key]
-    return path
+def fold_choice(
+    site: MLPSite | ValueSite, choice: Choice, down: Projection, moments: Moments, intercept: bool, recipe: Recipe
+) -> LinearFold:
+    kept, pruned = _inputs(site, choice.groups)
+    here = layer_of(down, moments, intercept, choice, heads_in(site))
+    fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, recipe.ridge)
+    return _fold(here, down, kept, pruned, fit, choice, len(choice.groups[0]))
 
 
-def choose_values(
-    site: ValueSite, W: Tensor, moments: Moments, intercept: bool, keep: int, recipe: Recipe
-) -> tuple[list[Tensor], values.Basis | None]:
-    """What every value head keeps, and the basis that is meant; None for the dimensions as they are."""
-    _, cov = moments_for_fit(moments, intercept)
-    with stage("rank"):
-        if recipe.vo_basis != COORDINATES:
-            basis = values.value_basis(W, cov, site.heads, site.groups, keep, ridge=recipe.ridge_given)
-            return [torch.arange(keep)] * site.groups, basis
-        if recipe.rank == "exact":  # the last to go are the best to keep
-            order = exact.elimination_path(W, cov, ridge=recipe.ridge_given).order
-            scores = torch.empty(len(order), dtype=torch.float64).scatter_(0, order, torch.arange(len(order)).double())
-        else:
-            scores = _scores(W, moments, recipe)
-        by_group = scores.view(site.groups, -1, site.width).sum(1)
-        return [rank.top(group, keep)[0] for group in by_group], None
+def choose(
+    site: MLPSite | ValueSite,
+    keep: int,
+    down: Projection,
+    moments: Moments,
+    recipe: Recipe,
+    intercept: bool,
+    path: exact.Path | None = None,
+) -> Choice:
+    """What the site keeps, by the recipe's ranking or basis."""
+    layer = layer_of(down, moments, intercept)
+    with timed("rank"):
+        if isinstance(site, ValueSite):
+            return _choose_values(site, keep, layer, moments, recipe)
+        if recipe.rank != "exact":
+            return Choice([rank.top(_scores(layer.W, moments, recipe), keep)[0]])
+        path = path or exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge, least=keep)
+        return Choice([path.keep(keep)[0]])
+
+
+def _choose_values(site: ValueSite, keep: int, layer: Layer, moments: Moments, recipe: Recipe) -> Choice:
+    if recipe.vo_basis == SUBSPACE:
+        basis = values.value_basis(layer.W, layer.cov, site.heads, site.groups, keep, ridge=recipe.ridge)
+        return Choice([torch.arange(keep)] * site.groups, basis)
+    if recipe.rank == "exact":  # the last to go are the best to keep
+        order = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge).order
+        scores = torch.empty(len(order), dtype=torch.float64).scatter_(0, order, torch.arange(len(order)).double())
+    else:
+        scores = _scores(layer.W, moments, recipe)
+    return Choice([rank.top(group, keep)[0] for group in scores.view(site.groups, -1, site.width).sum(1)])
+
+
+def elimination(down: Projection, moments: Moments, recipe: Recipe) -> exact.Path:
+    """The elimination path of an MLP down to one channel: it gives the choice at every width."""
+    layer = layer_of(down, moments, uses_intercept(recipe, down.bias is not None))
+    return exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge)
+
+
+def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
+    """Whether a fit has an intercept: "auto" needs a bias to hold it, and a mean correction is nothing else."""
+    if recipe.intercept == "auto":
+        return has_bias or recipe.compensate == "mean"
+    return bool(recipe.intercept)
+
+
+def heads_in(site: MLPSite | ValueSite) -> int:
+    return site.heads if isinstance(site, ValueSite) else 1
+
+
+def _inputs(site: MLPSite | ValueSite, groups: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The inputs of the consuming layer that are kept, and the others."""
+    kept = groups[0] if isinstance(site, MLPSite) else values.kept_inputs(groups, site.width, site.heads)
+    return kept, split(site.inputs, kept)
 
 
 def _scores(W: Tensor, moments: Moments, recipe: Recipe) -> Tensor:
-    return rank.mlp_scores(recipe.rank, moments.energy, moments.cov.diagonal(), moments.active_share, W)
+    return rank.mlp_scores(recipe.rank, moments.energy, moments.variance, moments.active_share, W)
 
 
-def in_basis(W: Tensor, mean: Tensor, cov: Tensor, basis: values.Basis | None, heads: int) -> Layer:
-    return Layer(W, mean, cov) if basis is None else Layer(*values.turn(W, mean, cov, basis, heads))
+def _fold(
+    here: Layer, down: Projection, kept: Tensor, pruned: Tensor, fit: affine.Affine, choice: Choice, keep: int
+) -> LinearFold:
+    """The consuming layer with the prediction folded in, rounded to the model's dtype once, here."""
+    W = down.weight
+    b = here.W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
+    folded = affine.fold(here.W, b, kept, pruned, fit)
+    maps = () if choice.basis is None else tuple(choice.basis.to[:, :keep])
+    return LinearFold(affine.Folded(*(part.to(W.device, W.dtype) for part in folded)), maps)
 
 
-def predict(
-    here: Layer,
-    sums: SiteSums[Moments],
-    kept: Tensor,
-    pruned: Tensor,
-    compensate: str,
-    ridge: float,
-    layer: Callable[[Moments], Layer],
+def _site_plan(
+    site: MLPSite | ValueSite,
+    choice: Choice,
+    keep: int,
+    recipe: Recipe,
+    intercept: bool,
+    costs: tuple[GroupCost, ...],
+    fold: LinearFold,
+) -> SitePlan:
+    asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity(site.kind, site.name)
+    kept = tuple(tuple(group.tolist()) for group in choice.groups)
+    basis = COORDINATES if choice.basis is None else SUBSPACE
+    return SitePlan(site.name, site.kind, site.width, asked, kept, intercept, costs, recipe.ridge, basis, fold)
+
+
+def _cost(
+    here: Layer, kept: Tensor, pruned: Tensor, fit: affine.Affine, unseen: tuple[float | None, float | None]
 ) -> GroupCost:
-    """What the choice costs on all data, and how a fit without the held-out batches does on those."""
-    fit = fit_mlp(here.mean, here.cov, kept, pruned, compensate, ridge)
-    unseen: tuple[float | None, float | None] = None, None
-    if compensate == "full" and _judged(sums):
-        unseen = _judge(sums, kept, pruned, ridge, layer)
     return GroupCost(*affine.distortion(*here, kept, pruned, fit), affine.output_energy(*here), *unseen)
 
 
-def choose_ridge(
-    sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, recipe: Recipe, layer: Callable[[Moments], Layer]
-) -> float:
-    """The recipe's, or the one that does best on the held-out batches."""
-    if recipe.ridge != "auto" or recipe.compensate != "full" or not _judged(sums):
-        return recipe.ridge_given
-    seen, unseen = layer(sums.fit), layer(sums.held)
-    return choose_affine(seen.W, seen[1:], unseen[1:], kept, pruned).ridge
-
-
-def _judged(sums: SiteSums[Moments]) -> bool:
-    return sums.fit.n > 0 and sums.held.n > 0
-
-
 def _judge(
-    sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, ridge: float, layer: Callable[[Moments], Layer]
+    sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, recipe: Recipe, layer: Callable[[Moments], Layer]
 ) -> tuple[float | None, float | None]:
-    """Fit without the held-out batches; the unexplained share on its own data and on theirs."""
+    """Fit without the held-out batches; the unexplained share on its own data and on theirs, if there are any."""
+    if recipe.compensate != "full" or not sums.fit.n or not sums.held.n:
+        return None, None
     seen = layer(sums.fit)
-    fit = fit_mlp(seen.mean, seen.cov, kept, pruned, "full", ridge)
+    fit = fit_mlp(seen.mean, seen.cov, kept, pruned, "full", recipe.ridge)
 
     def unexplained(here: Layer) -> float | None:
         whole = affine.error(*here, kept, pruned, affine.mean_only(here.mean, kept, pruned))
         return affine.error(*here, kept, pruned, fit) / whole if whole > 0 else None
 
     return unexplained(seen), unexplained(layer(sums.held))
-
-
-def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
-    """ "auto" takes an intercept where the second linear has a bias to hold it; a mean correction needs one."""
-    if recipe.intercept == "auto":
-        return has_bias or recipe.compensate == "mean"
-    return bool(recipe.intercept)

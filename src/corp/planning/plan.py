@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from corp.errors import PlanError
 from corp.files import read_json, write_text
+from corp.numerics.affine import Folded
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
 from corp.tables import text_table
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error", "error without compensation")
 
 
@@ -49,12 +50,33 @@ class GroupCost:
         return max(0.0, self.held / self.fit - 1)
 
 
+class LinearFold(NamedTuple):
+    """The layer that consumes a site's channels or values, narrowed and compensated, in the dtype of the model.
+
+    `maps` (e, d) turn the rows of every value head into its new ones; an MLP has none.
+    """
+
+    folded: Folded
+    maps: tuple[Tensor, ...] = ()
+
+
+class HeadMaps(NamedTuple):
+    """What turns the rows of every query head, and of every key head, into its new ones, (e, d) each."""
+
+    q: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]
+
+
+Fold: TypeAlias = LinearFold | HeadMaps
+
+
 @dataclass(frozen=True)
 class SitePlan:
     """What one site keeps. An MLP has one group of channels, an attention one group of dimensions per head.
 
-    In the basis "subspace" every head is turned first; what is kept are then the leading directions, numbered from 0.
-    Heads add up in the output projection, so that values have one cost for all of them.
+    In the basis "subspace" every head is rotated first; the leading directions are kept, numbered from 0. The output
+    projection adds the heads up, so values have one cost for all of them. `fold` is what planning computed for
+    surgery; it is not saved, and surgery computes it from the statistics if it is missing.
     """
 
     name: str
@@ -66,6 +88,12 @@ class SitePlan:
     costs: tuple[GroupCost, ...]
     ridge: float = 1e-3  # of the fit
     basis: str = COORDINATES
+    fold: Fold | None = field(default=None, compare=False, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        content = asdict(replace(self, fold=None))
+        del content["fold"]
+        return {**content, "keep": self.keep, "achieved": self.achieved}
 
     @property
     def keep(self) -> int:
@@ -119,8 +147,8 @@ class SitePlan:
 class Plan:
     """The recipe and, for every site that changes, what it keeps.
 
-    `why` is the record of how widths were chosen, where a target left that open: how the budget was shared out, and
-    what was tried and measured. Nothing follows from it.
+    `why` records how widths were chosen under a target, what was tried and measured, and under "notes" every place
+    where the result is not quite what was asked for. Nothing follows from it.
     """
 
     recipe: Recipe
@@ -129,15 +157,23 @@ class Plan:
     samples: int = 0
     why: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def notes(self) -> list[str]:
+        """What was done otherwise than asked, in sentences."""
+        return list(self.why.get("notes", ()))
+
+    def noting(self, *notes: str) -> Plan:
+        """The plan with these sentences on record."""
+        return replace(self, why={**self.why, "notes": [*self.notes, *notes]}) if notes else self
+
     def to_dict(self) -> dict[str, Any]:
-        sites = [{**asdict(s), "keep": s.keep, "achieved": s.achieved} for s in self.sites]
         return {
             "version": PLAN_VERSION,
             "recipe": self.recipe.to_dict(),
             "weights": self.weights,
             "samples": self.samples,
             "why": dict(self.why),
-            "sites": sites,
+            "sites": [site.to_dict() for site in self.sites],
         }
 
     def save(self, path: str | Path) -> None:
@@ -149,7 +185,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, raw: object) -> Plan:
-        """Parse and check: a plan may come from anybody."""
+        """Parse and check a plan, which may come from a stranger."""
         top = _object(raw, "the plan")
         if top.get("version") != PLAN_VERSION:
             raise PlanError(f"plan version {top.get('version')!r} is not {PLAN_VERSION}; make the plan again")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from corp.errors import RecipeError
+from fnmatch import fnmatchcase
+
+from corp.errors import PlanError, RecipeError
 from corp.recipe import Recipe, kept_width
 from corp.sites import AttentionSite, Site, Sites, ValueSite
 
@@ -20,8 +22,8 @@ def narrowed(site: Site, sparsity: float, multiple: int = 1) -> int:
     if not isinstance(site, AttentionSite):
         return kept_width(site.width, sparsity, multiple)
     plain = kept_width(site.plain_width, sparsity, multiple) if site.plain_width else 0
-    turned = 2 * kept_width(site.rotary_dims // 2, sparsity, -(-multiple // 2)) if site.rotary_dims else 0
-    return turned + plain
+    rotated = 2 * kept_width(site.rotary_dims // 2, sparsity, -(-multiple // 2)) if site.rotary_dims else 0
+    return rotated + plain
 
 
 def rotated_part(site: AttentionSite, keep: int) -> int:
@@ -40,3 +42,22 @@ def _as_wide_as_queries(site: ValueSite, sites: Sites, recipe: Recipe) -> int:
             f"leave it alone with skip=[{site.name!r}]"
         )
     return site.width if recipe.skips(site.name) else min(site.width, width_of(queries, sites, recipe))
+
+
+def require_prunable(sites: Sites, recipe: Recipe) -> None:
+    """Refuse a request for sites that cannot be pruned, unless they are skipped; a target asks for none by name."""
+    if not isinstance(recipe, Recipe):
+        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+    names = [entry.name for entry in (*sites, *sites.refused)]
+    for glob in (*recipe.skip, *recipe.overrides):
+        if not any(fnmatchcase(name, glob) for name in names):
+            some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise PlanError(f"the glob {glob!r} matches no site; they are called {some}")
+    if recipe.has_target:
+        return
+    refused = [r for r in sites.refused if recipe.sparsity(r.kind, r.name) > 0 and not recipe.skips(r.name)]
+    if refused:
+        reasons = "; ".join(f"{r.name} ({r.kind}): {r.reason}" for r in refused[:3])
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
+        raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")

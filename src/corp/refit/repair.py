@@ -9,55 +9,66 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, enumerate_batches, move, placement, run, size_of, without_cache
+from corp.calibration.batches import (
+    Forward,
+    enumerate_batches,
+    evaluating,
+    move,
+    placement,
+    run,
+    size_of,
+    without_cache,
+)
+from corp.calibration.holdout import EVERY, FIRST
+from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.memory import free_bytes, human
 from corp.calibration.moments import shift_of
-from corp.errors import CorpWarning, DataError, PlanError
+from corp.errors import CorpWarning, DataError, ModelError, PlanError
 from corp.numerics.affine import Folded
 from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
+from corp.observer import Advance
 from corp.recipe import Recipe
 from corp.refit.blocks import examine
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import tokens_read
-from corp.refit.replay import Block, Passage, drive, meeting, record, refusal, watching
-from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
-from corp.surgery.folding import in_float64
+from corp.refit.replay import Block, Passage, Run, close, drive, meeting, record, refusal, stream_of, watching
+from corp.sites import AttentionSite, LinearSite, Sites, at_site, in_float64, projection_at
 from corp.surgery.linear import refill
 
 SAMPLES, TOKENS = 256, 65_536  # that the streams hold where the recipe does not say: whichever is fewer
-HOLD_OUT_EVERY, HOLD_OUT_AT = 5, 2  # samples 2, 7, 12 … choose how far a layer is corrected
 STREAMS = 4  # hidden states held of every sample, beside the outputs of a block's sites
 READ = 0.5  # what tokens that the model's output is read from count, all together
 
 
-def settled(
-    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any], forward: Forward | None = None
-) -> Recipe:
-    """With sequential True or False, before long work: what cannot be had is refused, but "auto" gives way."""
-    if recipe.sequential is False:
-        return recipe
+def why_not(
+    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any] | None, forward: Forward | None = None
+) -> tuple[list[Block], str]:
+    """The model's blocks, or why it is not refitted; sequential=True makes a reason an error, before long work."""
+    if not recipe.refits:
+        return [], ""
     try:
-        require_sequential(model, sites, recipe, batches, forward)
-    except (PlanError, DataError):
+        return find_blocks(model, sites, recipe, batches, forward), ""
+    except (PlanError, DataError) as error:
         if recipe.sequential is True:
             raise
-        return recipe.at_once()
-    return replace(recipe, sequential=True)
+        return [], str(error)
 
 
-def require_sequential(
-    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any], forward: Forward | None = None
+def find_blocks(
+    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any] | None, forward: Forward | None = None
 ) -> list[Block]:
-    """The model's blocks, from one batch; what cannot be fitted sequentially is refused here, before long work."""
+    """The model's blocks, found with one batch; what cannot be refitted is refused here, before long work."""
+    if batches is None:
+        raise DataError("the refit reads the data itself, not its statistics: give batches, or sequential=False")
     if isinstance(batches, Iterator):
-        raise DataError("sequential fitting reads the data twice: give batches as a list or a loader, not an iterator")
+        raise DataError("the refit reads the data twice: give batches as a list or a loader, not an iterator")
     device, dtype = placement(model)
     first = next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
     if first is None:
@@ -115,8 +126,8 @@ def _require_memory(passage: Passage, blocks: Sequence[Block], batches: float, d
     need, free = int(size * batches * (STREAMS + outputs)), free_bytes(device)
     if need > free:
         raise PlanError(
-            f"the hidden states of sequential fitting need {human(need)}, {human(free)} are free; "
-            "give it fewer samples with sequential_samples (--sequential-samples)"
+            f"the hidden states of the refit need {human(need)}, {human(free)} are free; "
+            "give it fewer samples with sequential_samples"
         )
 
 
@@ -134,10 +145,8 @@ class Repair:
     corrected: dict[str, dict[str, float]] = field(default_factory=dict)
     few: list[str] = field(default_factory=list)
 
-    def run(
-        self, blocks: Sequence[Block], passages: Sequence[Passage], progress: Callable[[int], None] | None = None
-    ) -> None:
-        """Block after block, in the order of the data."""
+    def run(self, blocks: Sequence[Block], passages: Sequence[Passage], advance: Advance) -> Tensor:
+        """Refit block after block, in the order of the data; returns the last stream of the first passage."""
         dense: list[Tensor] = []
         pruned: list[Tensor] = []
         for block in blocks:
@@ -145,15 +154,15 @@ class Repair:
                 dense = [passage.starts.pop(block.name) for passage in passages]
                 pruned = list(dense)
             dense = self._correct_block(block, passages, dense, pruned)
-            if progress:
-                progress(1)
+            advance(1)
         if self.few:
             warnings.warn(
                 f"{self.few[0]} (of {len(self.few)}) was fitted sequentially on fewer tokens than twice its inputs; "
                 "give it more sequential_samples, and calibrate on more",
                 CorpWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
+        return pruned[0]
 
     def _correct_block(
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
@@ -209,7 +218,7 @@ class Repair:
         return fit, held
 
     def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> None:
-        """Add what the layer shall do beside; in units of the stream, to which its output is added scaled."""
+        """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale."""
         layer = projection_at(self.smaller, site.down)
         inputs, bias = layer.weight.shape[1], layer.bias is not None
         fix = correction(fit, held, bias)
@@ -222,6 +231,19 @@ class Repair:
         refill(self.smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
         there = (fit + held).moments(bias)
         self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
+
+
+def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Run) -> None:
+    """The refitted model, run as a whole, must end in the stream that the refit left it with."""
+    found: list[Tensor] = []
+    hook = model.get_submodule(last.name).register_forward_hook(lambda _m, _a, output: found.append(stream_of(output)))
+    with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
+        run_model()
+    if not found or not close(found[0], expected):
+        raise ModelError(
+            f"self-check: the refitted model does not end where its refit ended ({last.name}). The model is not "
+            "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
+        )
 
 
 def correction(fit: TokenSums, held: TokenSums, intercept: bool) -> Correction | None:
@@ -243,7 +265,7 @@ def _rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, 
     """Which tokens of the stream, flattened, are fitted and which held out: those that are read, others; no padding."""
     samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
     number = passage.first + torch.arange(samples, device=hidden.device)
-    held = (number % HOLD_OUT_EVERY == HOLD_OUT_AT)[:, None].expand(samples, tokens)
+    held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)
     masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
     real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
     if real.shape != held.shape:

@@ -15,12 +15,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from corp.api import TOTALS, Report
 from corp.planning.plan import SitePlan
 from corp.recipe import KINDS
 from corp.report import svg
 from corp.report.elements import Cell, facts, figure, figures, flat, heading, note, percent, table, tile, whole
 from corp.report.remake import remake
-from corp.report.tables import TOTALS, Report
 
 PAGE = Path(__file__).with_name("page.html")
 KIND_NAMES = {"mlp": "MLP", "attn": "Attention", "vo": "Values"}

@@ -12,25 +12,25 @@ def explained(why: Mapping[str, Any]) -> list[str]:
     """Lines for people; a record that came from elsewhere and says something else is left out."""
     lines = []
     try:
-        if "sharing" in why:
-            lines.append(_sharing(why["sharing"]))
+        if "allocation" in why:
+            lines.append(_allocation(why["allocation"]))
         if "latency" in why:
             lines.append(_latency(why["latency"]))
         if "split" in why:
             lines.append(_split(why["split"]))
         if "agreement" in why:
             lines.append(_agreement(why["agreement"]))
-        if "sequential" in why:
-            lines.append(_sequential(why["sequential"]))
+        if "refit" in why:
+            lines.append(_refit(why["refit"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return []
     return lines
 
 
-def _sharing(raw: Mapping[str, Any]) -> str:
+def _allocation(raw: Mapping[str, Any]) -> str:
     lost = ", ".join(f"{NAMES.get(kind, kind)} {share:.0%}" for kind, share in raw["removed"].items())
     return (
-        f"{raw['target']:.3f} of the dense {raw['budget']}, shared by {raw['allocate']}: removed are {lost} "
+        f"{raw['target']:.3f} of the dense {raw['budget']}, allocated by {raw['allocate']}: removed are {lost} "
         f"(equal shares of MLPs and Q/K would be {raw['equal_share']:.0%})"
     )
 
@@ -62,7 +62,7 @@ def _agreement(raw: Mapping[str, Any]) -> str:
     )
 
 
-def _sequential(raw: Mapping[str, Any]) -> str:
+def _refit(raw: Mapping[str, Any]) -> str:
     left = sorted(one["left"] / one["gap"] for one in raw["layers"].values() if one["gap"] > 0)
     gone = f", {1 - left[0]:.0%} of the gap to the dense model's stream at most" if left else ""
-    return f"sequential fitting on {raw['samples']} samples: {len(left)} layers make up for errors before them{gone}"
+    return f"refit on {raw['samples']} samples: {len(left)} layers repair errors of earlier ones{gone}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from corp import __version__
-from corp.adapters.registry import adapter_named, adapters_for, library_of
-from corp.api import Result, history, set_history, shrink
-from corp.errors import CorpError, StorageError
+from corp.adapters.registry import adapter_named, adapters_for, find_sites, library_of
+from corp.api import Result
+from corp.errors import CorpError, CorpWarning, StorageError
 from corp.files import file_in, new_folder, read_json, refuse_existing, write_tensors
 from corp.planning.plan import Plan
 from corp.report.card import model_card
@@ -24,6 +25,7 @@ from corp.storage.export import targets
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.tying import assign, tied_names
+from corp.surgery.apply import history, set_history, shrink
 
 FORMAT = "corp-model"
 FORMAT_VERSION = 1
@@ -75,6 +77,13 @@ def save(
         "command": command,
         "earlier_plans": [plan.to_dict() for plan in history(result.model)[:-1]],
     }
+    if manifest["base"] is None:
+        warnings.warn(
+            "how to rebuild this model's dense architecture is not known, so loading it takes the dense model: "
+            f"corp.load({str(path)!r}, base=model)",
+            CorpWarning,
+            stacklevel=2,
+        )
     with new_folder(Path(path), overwrite=overwrite) as folder:
         write_tensors(folder / WEIGHTS, _state(result.model), metadata={"format": "pt"})
         _write(folder / MANIFEST, manifest)
@@ -158,7 +167,7 @@ def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
 
 def _shrink_all(model: nn.Module, plans: tuple[Plan, ...]) -> None:
     for plan in plans:
-        shrink(model, plan)
+        shrink(model, find_sites(model), plan)
 
 
 def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corp.planning.plan import HeadMaps
 from corp.sites import AttentionSite, Projection, ValueSite, projection_of, rows_of
 from corp.surgery.linear import fuse, make_linear, unfuse
 
@@ -179,13 +180,6 @@ def replaced(whole: Projection, values: int, *parts: Projection | None) -> list[
     return [new or old for new, old in zip(parts, own, strict=True)]
 
 
-class HeadMaps(NamedTuple):
-    """What turns every head's dense rows into its new ones, (e, d) each: of all query heads, and of all key heads."""
-
-    q: Sequence[Tensor]
-    k: Sequence[Tensor]
-
-
 Parts: TypeAlias = dict[str, Any]  # what an attention is built around: q, k, v, and the frequencies it kept
 
 
@@ -198,9 +192,9 @@ def narrow_queries(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor]
     return {"q": q, "k": k, **which}
 
 
-def narrow_values(model: nn.Module, site: ValueSite, kept: Sequence[Tensor], maps: Sequence[Tensor] | None) -> Parts:
+def narrow_values(model: nn.Module, site: ValueSite, kept: Sequence[Tensor], maps: Sequence[Tensor]) -> Parts:
     """Keep the dimensions kept[g] (e,) of every value head, mapped (e, d) if given."""
-    return {"v": _narrow(rows_of(model, site.v), kept, maps)}
+    return {"v": _narrow(rows_of(model, site.v), kept, maps or None)}
 
 
 def replace_attention(model: nn.Module, site: AttentionSite | ValueSite, parts: Parts) -> None:

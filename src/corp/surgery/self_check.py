@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from corp.adapters.registry import find_sites
 from corp.calibration.statistics import Statistics
 from corp.errors import ModelError
 from corp.numerics import rotary, subspace
@@ -30,10 +29,10 @@ from corp.sites import (
     Site,
     Sites,
     ValueSite,
+    in_float64,
     projection_at,
     rows_of,
 )
-from corp.surgery.folding import in_float64
 
 ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
 SLACK = 1e-6  # relative: the sums themselves are of float32 products
@@ -58,9 +57,8 @@ class Finding:
         return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
 
 
-def verify(dense: nn.Module, pruned: nn.Module, stats: Statistics, plan: Plan) -> list[Finding]:
-    """Every planned site whose narrowed weights are where corp's own modules keep them."""
-    sites = find_sites(dense)
+def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics, plan: Plan) -> list[Finding]:
+    """Check every planned site whose narrowed weights are where corp's own modules keep them."""
     epsilon = torch.finfo(next(pruned.parameters()).dtype).eps
     widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
     findings = []
@@ -83,7 +81,7 @@ def require_agreement(findings: Sequence[Finding]) -> None:
         raise ModelError(
             f"self-check: {first.site} ({first.kind}) should lose {planned} of its output by the plan, but with the "
             f"weights that were made it loses {found}; {len(odd)} of {len(findings)} sites disagree. The model is not "
-            "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
+            "rerotated: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
 
 
@@ -115,9 +113,9 @@ def errors_in(
 def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
     """E||W x + b - W' x - b'||^2, W' (o, D) being what the narrowed site does to all of its inputs."""
     W, b = in_float64(projection_at(dense, site.down))
-    moments = stats.moments_of(site.name).all
+    moments = stats.moments_of(site.name).total()
     D = W - W_new
-    return float(((D @ moments.cov) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
+    return float(((D @ moments.cov()) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
 
 
 def _logit_error(
@@ -131,22 +129,22 @@ def _logit_error(
 ) -> float:
     """The squared error of the logits of all heads, rotated dimensions and others."""
     shared, dims = site.heads // site.groups, site.rotary_dims
-    turned = int((site_plan.indices()[0] < dims).sum())
+    rotated = int((site_plan.indices()[0] < dims).sum())
     q, k = (
         _heads(rows_of(dense, old), rows_of(pruned, rows[side]), count)
         for side, old, count in (("q", site.q, site.heads), ("k", site.k, site.groups))
     )
     total = 0.0
-    grams = stats.grams_of(site.plain_name).all if site.plain_width else None
-    pairs = stats.pairs_of(site.name).all if site.rotary else None
+    grams = stats.grams_of(site.plain_name).total() if site.plain_width else None
+    pairs = stats.pairs_of(site.name).total() if site.rotary else None
     for h in range(site.heads):
         g = h // shared
         if grams is not None:
-            A, B = (_map(*(x[part:] for x, part in zip(side, (dims, turned), strict=True))) for side in (q[h], k[g]))
+            A, B = (_map(*(x[part:] for x, part in zip(side, (dims, rotated), strict=True))) for side in (q[h], k[g]))
             total += subspace.error(grams.head(h, centred=site_plan.basis == SUBSPACE), A, B)
         if pairs is not None:
-            A = _map(q[h][0][:dims], q[h][1][:turned])  # (turned, dims)
-            kept = site_plan.indices()[g][: turned // 2]
+            A = _map(q[h][0][:dims], q[h][1][:rotated])  # (rotated, dims)
+            kept = site_plan.indices()[g][: rotated // 2]
             ab = _pair_factors(A, kept, dims)
             moments = pairs.group(g, weighted=plan.recipe.rank == "exact")[h % shared]
             total += rotary.error(rotary.pair_system(moments, kept, split(dims // 2, kept)), ab)

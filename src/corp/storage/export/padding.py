@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from corp.adapters.registry import find_sites
-from corp.api import shrink
 from corp.planning.plan import Plan
 from corp.sites import layers_of, module_of
+from corp.surgery.apply import shrink
 
 
 def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def _origins(frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
         for module in dict.fromkeys(module for name in names for module in layers_of(sites[name])):
             _number(frame.get_submodule(module))
         for step in steps:
-            shrink(frame, step)
+            shrink(frame, find_sites(frame), step)
         found.update({key: tensor for key, tensor in frame.state_dict().items() if not tensor.is_meta})
         frame.to("meta")  # positions take more memory than weights: those of one site at a time
     return found

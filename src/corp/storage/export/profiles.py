@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from corp.adapters.registry import Library, adapter_named, find_sites, library_of
-from corp.api import history
 from corp.errors import StorageError
 from corp.measure.cost import count_params
 from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.padding import pad
 from corp.storage.export.record import Exported, write_record
 from corp.storage.tying import assign
+from corp.surgery.apply import history
 
 STANDARD, COMPAT = "standard", "compat"
 Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]

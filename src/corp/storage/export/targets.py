@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.registry import library_of
-from corp.api import history
 from corp.errors import StorageError
 from corp.measure.cost import count_params
 from corp.storage.export.formats import LIBRARIES, ONNX, PT2, load_lines, require_packages, write_format
 from corp.storage.export.graphs import inputs_for
 from corp.storage.export.profiles import LIBRARY_TARGETS, PROFILES, STANDARD, library_for, write_profile
 from corp.storage.export.record import Exported, write_record
+from corp.surgery.apply import history
 
 TARGETS = (ONNX, PT2, *LIBRARY_TARGETS.values())
 

@@ -1,0 +1,131 @@
+"""The widths of all sites under a recipe: given shares, equal shares of a budget, or allocation by marginal gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from corp.allocation.budget import Budget, count_budget, uniform
+from corp.allocation.curves import Curve, allocate, site_curves, usual_power
+from corp.allocation.latency import Clock, Time
+from corp.calibration.statistics import Statistics
+from corp.errors import PlanError
+from corp.numerics.exact import Path
+from corp.observer import SILENT, Observer
+from corp.planning.widths import width_of
+from corp.recipe import KINDS, UNIFORM, Recipe
+from corp.sites import Sites
+
+ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast enough
+OVER = 1.1  # the excess of a slow result, and a little more, is taken off the next aim
+
+
+class Allocation(NamedTuple):
+    """How wide every site stays, why (for the plan's record), and elimination paths that were needed for it."""
+
+    widths: Mapping[str, int]
+    why: Mapping[str, Any]
+    paths: Mapping[str, Path] = {}
+
+
+class Allocator:
+    """Widths of one model under variations of one recipe; what does not depend on the target is computed once."""
+
+    def __init__(
+        self, model: nn.Module, sites: Sites, stats: Statistics, recipe: Recipe, observer: Observer = SILENT
+    ) -> None:
+        self.model, self.sites, self.stats, self.recipe, self.observer = model, sites, stats, recipe, observer
+        self._counted: dict[str, Budget] = {}
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
+
+    @cached_property
+    def clock(self) -> Clock:
+        return Clock(self.model, self.sites, self.stats.inputs, self.recipe)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The elimination paths of MLPs, if curves were needed."""
+        curves = vars(self).get("curves", {})
+        return {name: curve.path for name, curve in curves.items() if curve.path is not None}
+
+    def budget(self, what: str, share: float) -> Budget:
+        """What may be spent; the dense model is counted once."""
+        if what not in self._counted:
+            self._counted[what] = count_budget(self.model, self.sites, what, self.stats.inputs)
+        return replace(self._counted[what], share=share)
+
+    def allocate(self, recipe: Recipe, queries: float | None = None, power: float | None = None) -> Allocation:
+        """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation.
+
+        `queries` is the share of Q/K dimensions to remove and `power` how errors count; by default the rules decide.
+        """
+        if recipe.min_agreement is not None:
+            raise PlanError(
+                "min_agreement is measured on batches that are held out of calibration, and statistics hold none: use "
+                "corp.prune(model, batches, recipe), or give a target"
+            )
+        if recipe.target_latency is not None:
+            return self._in_time(recipe, recipe.target_latency, queries, power)
+        for what in ("params", "macs"):
+            target = getattr(recipe, f"target_{what}")
+            if target is not None:
+                return self._within(self.budget(what, target), recipe, queries, power)
+        return Allocation({site.name: width_of(site, self.sites, recipe) for site in self.sites}, {})
+
+    def _in_time(self, recipe: Recipe, wanted: float, queries: float | None, power: float | None) -> Allocation:
+        """Within a measured table of times; the result is timed, and made smaller if the table promised too much."""
+        aim, recipe = wanted, self.clock.without_idle(recipe)
+        for left in reversed(range(ROUNDS)):
+            found = self._within(self.clock.budget(aim), recipe, queries, power)
+            predicted, measured = self.clock.predicted(found.widths), self.clock.time(found.widths)
+            if measured.value <= wanted or not left:
+                break
+            aim -= OVER * (measured.value - wanted)
+        record = {**self.clock.record(), "aimed_at": aim, "predicted": predicted, "measured": measured._asdict()}
+        why = {"allocation": {**found.why["allocation"], "target": wanted}, "latency": record}
+        return found._replace(why=why | _missed(wanted, measured))
+
+    def _within(self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None) -> Allocation:
+        asked = uniform(self.sites, recipe, budget)
+        widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
+        why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
+        if recipe.allocate != UNIFORM:
+            wanted = query_share(asked.mlp) if queries is None else queries
+            power = usual_power(self.curves) if power is None else power
+            widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power)
+            why |= {"queries": taken, "power": power}
+        return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths)
+
+
+def query_share(equal: float) -> float:
+    """How much of Q/K goes under a budget that equal shares of MLP and Q/K, `equal` each, would meet.
+
+    As a subspace Q/K costs little at first and much at the end: more than the others under a mild budget, less under a
+    hard one. The line is what did best on DeiT-Tiny between 0.35 and 0.9 of its operations (docs/budgets.md).
+    """
+    return min(3 * equal, 0.25 + 0.5 * equal)
+
+
+def removed(sites: Sites, widths: Mapping[str, int]) -> dict[str, float]:
+    """The share that each kind of site loses, all its sites together."""
+    found = {}
+    for kind in KINDS:
+        own = [site for site in sites if site.kind == kind]
+        if own:
+            found[kind] = 1 - sum(widths[site.name] for site in own) / sum(site.width for site in own)
+    return found
+
+
+def _missed(wanted: float, measured: Time) -> dict[str, list[str]]:
+    if measured.value <= wanted:
+        return {}
+    return {
+        "notes": [f"target_latency={wanted:g} was missed: the narrowed model takes {measured.value:.3f} of the time"]
+    }

@@ -1,0 +1,101 @@
+"""Carry out a plan: narrower modules with the compensation folded in, in a copy of the model or in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from corp.calibration.statistics import Statistics
+from corp.errors import PlanError
+from corp.numerics import values
+from corp.observer import timed
+from corp.planning.plan import Fold, HeadMaps, LinearFold, Plan, SitePlan
+from corp.planning.planners import fold_site
+from corp.sites import AttentionSite, MLPSite, Site, Sites, ValueSite, at_site, heads_of, module_of, projection_at
+from corp.surgery.attention import Parts, narrow_queries, narrow_values, replace_attention
+from corp.surgery.linear import shrink_down, shrink_mlp
+
+Planned: TypeAlias = tuple[Site, SitePlan]
+
+# The plans that made a model out of a dense one. Not an attribute of the model, which is the user's own.
+_plans: WeakKeyDictionary[nn.Module, tuple[Plan, ...]] = WeakKeyDictionary()
+
+
+def history(model: nn.Module) -> tuple[Plan, ...]:
+    """The plans that made this model out of a dense one, first to last: what rebuilding its shapes takes."""
+    return _plans.get(model, ())
+
+
+def set_history(model: nn.Module, plans: tuple[Plan, ...]) -> None:
+    _plans[model] = plans
+
+
+def narrowed_copy(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics) -> nn.Module:
+    """A smaller model that shares no memory with the dense one."""
+    smaller = narrowed_shell(model, sites, plan, stats)
+    shared = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    still = {id(tensor): tensor for tensor in chain(smaller.parameters(), smaller.buffers()) if id(tensor) in shared}
+    own = {key: copy.deepcopy(tensor) for key, tensor in still.items()}  # each once: tied ones stay tied
+    places: Any = [tensors for module in smaller.modules() for tensors in (module._parameters, module._buffers)]
+    for tensors in places:
+        tensors.update({name: own[id(tensor)] for name, tensor in tensors.items() if id(tensor) in own})
+    return smaller
+
+
+def narrowed_shell(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics) -> nn.Module:
+    """A smaller model that shares with the dense one all tensors that the plan leaves alone: for trials."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    smaller = copy.deepcopy(model, shared)  # tensors in the memo are not copied
+    for group in match(sites, plan):
+        with at_site(group[0][0]), timed("compensate"):
+            folds = [one.fold or fold_site(model, site, one, stats, plan.recipe) for site, one in group]
+            apply_group(smaller, group, folds)
+    return smaller
+
+
+def shrink(model: nn.Module, sites: Sites, plan: Plan) -> None:
+    """Give `model`, in place, the shapes of the plan without compensation: the frame that saved weights go into."""
+    for group in match(sites, plan):
+        apply_group(model, group, [None] * len(group))
+
+
+def apply_group(model: nn.Module, group: Sequence[Planned], folds: Sequence[Fold | None]) -> None:
+    """Narrow, in place, the sites of one module: an MLP, or an attention's queries and keys, values or both."""
+    parts: Parts = {}
+    for (site, site_plan), fold in zip(group, folds, strict=True):
+        kept = site_plan.indices()
+        if isinstance(site, AttentionSite):
+            assert not isinstance(fold, LinearFold)
+            parts |= narrow_queries(model, site, kept, fold)
+            continue
+        assert not isinstance(fold, HeadMaps)
+        folded = None if fold is None else fold.folded
+        bias = site_plan.intercept or projection_at(model, site.down).bias is not None
+        if isinstance(site, MLPSite):
+            shrink_mlp(model, site, kept[0], folded, bias=bias)
+            continue
+        parts |= narrow_values(model, site, kept, fold.maps if fold else ())
+        shrink_down(model, site, values.kept_inputs(kept, site.width, site.heads), folded, bias=bias)
+    first = group[0][0]
+    if isinstance(first, AttentionSite | ValueSite):
+        replace_attention(model, first, parts)
+
+
+def match(sites: Sites, plan: Plan) -> list[list[Planned]]:
+    """Every planned site with its place in this model, those of one module together; a plan for another is refused."""
+    groups: dict[str, list[Planned]] = {}
+    for site_plan in plan.sites:
+        site = sites.get(site_plan.name)
+        if site is None or site.kind != site_plan.kind:
+            raise PlanError(f"the plan has a {site_plan.kind} site {site_plan.name!r}, but this model has no such site")
+        heads = heads_of(site) or 1
+        if (site.width, heads) != (site_plan.width, len(site_plan.kept)):
+            planned = f"{len(site_plan.kept)} x {site_plan.width}"
+            raise PlanError(f"{site.name}: the plan is for {planned}, the model has {heads} x {site.width}")
+        groups.setdefault(module_of(site), []).append((site, site_plan))
+    return list(groups.values())
