@@ -1,13 +1,13 @@
 """Does a pruned model do what its weights say? Every pruned site is fed what the dense model feeds it, and measured.
 
-On the same batches sums are taken, and from those and the weights follows what each site must get wrong (verifying.py).
-Both ways must give the same number: one runs the narrowed modules, the other never does.
+Sums are taken on the same batches; from them and the weights follows what each site must get wrong (self_check.py). Both
+ways must give the same number: one runs the narrowed modules, the other never does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from corp.calibration.hooks import Collector
 from corp.calibration.job import Settings
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
-from corp.evaluate.logits import Enough, LogitErrors, heads_at, heads_at_kernel
+from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
 from corp.numerics.affine import output_energy
 from corp.planning.plan import Plan, SitePlan
 from corp.sites import (
@@ -196,7 +196,7 @@ def _logit_error(
 ) -> float:
     """The squared difference of all logits."""
     assert isinstance(narrow, AttentionSite)
-    heads = heads_at_kernel if site.rotary else heads_at
+    heads = rotated_heads_at if site.rotary else heads_at
     for batch in batches:
         once = partial(feed, dense, batch, forward)
         before = heads_at(dense, site, once)
@@ -206,18 +206,16 @@ def _logit_error(
 
 
 def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | None) -> Tensor:
-    """What goes into the site's second layer, real tokens only (N, D); the pass ends there."""
+    """What goes into the site's second layer, real tokens only (N, D)."""
     seen: list[Tensor] = []
 
     def see(x: Tensor, mask: Tensor | None) -> None:
         seen.append(real_tokens(x, mask))
-        raise Enough
 
     collector = Collector([site], {})
     with collector.hooks(model) as handles:
         handles.append(collector.before(model, site, see))
-        with suppress(Enough):
-            feed(model, batch, forward)
+        feed(model, batch, forward)
     if not seen:
         raise ModelError(f"nothing passed {site.down}: these batches do not reach it")
     return seen[0]

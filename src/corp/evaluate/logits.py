@@ -1,20 +1,20 @@
 """Logits of a narrowed attention beside the dense one's, on data: the squared difference that the sums predict.
 
-Of dimensions that are not rotated, over all logits as calibration sums them. Of rotated ones the same, or where pairs
-were chosen by what attention notices, the variance of each row's difference under the dense attention.
+Dimensions that are not rotated count over all logits, as calibration sums them; rotated ones likewise, or, if pairs
+were chosen by attention-weighted cost, by the variance of each row's difference under the dense attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from corp.calibration.grams import Grams
-from corp.calibration.hooks import Collector, turned_heads
+from corp.calibration.hooks import Collector, removing, turned_heads
+from corp.calibration.masks import bound
 from corp.calibration.pairs import PAIR_BLOCKS, looked_at_of
 from corp.calibration.query_blocks import query_blocks, same_lengths
 from corp.calibration.statistics import Statistics
@@ -23,10 +23,6 @@ from corp.numerics import rotary
 from corp.planning.plan import SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import AttentionSite
-
-
-class Enough(BaseException):
-    """Raised inside a forward pass once what was wanted has passed by; no error, so that no model takes it for one."""
 
 
 class Heads(NamedTuple):
@@ -40,7 +36,7 @@ class Heads(NamedTuple):
 
 
 class _Watcher(Collector):
-    """Takes queries and keys as calibration would, and stops."""
+    """Takes queries and keys as calibration would."""
 
     seen: Heads | None = None
 
@@ -60,13 +56,12 @@ class _Watcher(Collector):
         else:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         self.seen = Heads(q, k, q_mask, k_mask, causal)
-        raise Enough
 
 
 def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
-    """Of the attention that `site` points at, in one forward pass."""
+    """The queries and keys of the attention that `site` points at, in one forward pass."""
     watcher = _Watcher([site], {})
-    with watcher.hooks(model) as handles, suppress(Enough):
+    with watcher.hooks(model) as handles:
         handles += watcher.watch_queries(model, site)
         run()
     if watcher.seen is None:
@@ -74,21 +69,19 @@ def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> H
     return watcher.seen
 
 
-def heads_at_kernel(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
-    """Of a narrowed rotary attention, which turns its heads itself: what it hands to the attention kernel."""
-    module: Any = model.get_submodule(site.attention)
+def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
+    """The same of a narrowed rotary attention, which rotates its heads itself."""
+    assert site.rotary is not None
+    argument, module = site.rotary.argument, model.get_submodule(site.attention)
     seen: list[Heads] = []
 
-    def attend(q: Tensor, k: Tensor, *_: Any) -> None:
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = bound(module, args, kwargs)
+        q, k, _ = module.rotated(call["hidden_states"], call[argument])
         seen.append(Heads(q, k))
-        raise Enough
 
-    module._attend = attend  # in place of the class's method, which is back when this one is gone
-    try:
-        with suppress(Enough):
-            run()
-    finally:
-        del module._attend
+    with removing([module.register_forward_pre_hook(before, with_kwargs=True)]):
+        run()
     return seen[0]
 
 
@@ -136,7 +129,7 @@ class LogitErrors:
         return self.rotated + (0.0 if self.plain is None else _energy_of(self.plain, self.centred))
 
     def energy(self, stats: Statistics) -> float:
-        """Of the dense model's logits, counted likewise."""
+        """The energy of the dense model's logits, counted likewise."""
         total = 0.0
         if self.site.rotary:
             pairs = stats.pairs_of(self.site.name).total()
@@ -147,5 +140,5 @@ class LogitErrors:
 
 
 def _energy_of(grams: Grams, centred: bool) -> float:
-    """Of all logits; each row free to move by a constant where they are centred."""
+    """The energy of all logits; if centred, up to a constant per row, which softmax ignores."""
     return sum(float(grams.head(h, centred=centred).energy().sum()) for h in range(grams.heads))

@@ -173,19 +173,23 @@ class RotaryAttention(NarrowAttention):
         layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self._project("qkv", hidden_states)
-        # (B, n, d) -> (B, K, n, e): the angles of each key head's frequencies.
-        cos, sin = (x[..., self.frequencies].transpose(1, 2) for x in position_embeddings)
-        shared = self.qk_heads // self.kv_count
-        q = self._turn(q, cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1))
-        k = self._turn(k, cos, sin)
+        q, k, v = self.rotated(hidden_states, position_embeddings)
         past = layer_past if past_key_values is None else past_key_values
         if past is not None:
             k, v = past.update(k, v, self.layer_idx)
         y, weights = self._attend(q, k, v, attention_mask, kwargs)
         return self._finish(y), weights
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Queries, keys and values (B, H, n, width), the first two rotated by their positions."""
+        q, k, v = self._project("qkv", hidden_states)
+        # (B, n, d) -> (B, K, n, e): the angles of each key head's frequencies.
+        cos, sin = (x[..., self.frequencies].transpose(1, 2) for x in position_embeddings)
+        shared = self.qk_heads // self.kv_count
+        q = self._rotate(q, cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1))
+        return q, self._rotate(k, cos, sin), v
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : self.turned], x[..., self.turned :]
         return torch.cat([rotate(turned, cos, sin), rest], -1) if rest.shape[-1] else rotate(turned, cos, sin)
 
