@@ -1,7 +1,7 @@
 """Does a pruned model do what its weights say? Every pruned site is fed what the dense model feeds it, and measured.
 
-Sums are taken on the same batches; from them and the weights follows what each site must get wrong (self_check.py). Both
-ways must give the same number: one runs the narrowed modules, the other never does.
+Sums are taken on the same batches; they and the weights say what each site must get wrong (self_check.py). Both ways
+must give the same number: one runs the narrowed modules, the other never does.
 """
 
 from __future__ import annotations
