@@ -33,7 +33,7 @@ from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
-from corp.planning.planners import plan_site
+from corp.planning.planners import pairs_of_all, plan_site
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
 from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
@@ -260,11 +260,12 @@ def _choose_widths(
 def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
     narrower = [site for site in dense.sites if found.widths[site.name] < site.width]
     planned: list[SitePlan] = []
+    pairs = pairs_of_all(narrower, found.widths, stats, recipe)
     with timed("plan"), observer.stage("planning", len(narrower), "sites") as advance:
         for site in narrower:
             with at_site(site):
-                path = found.paths.get(site.name)
-                planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, path))
+                known = found.paths.get(site.name), pairs.get(site.name)
+                planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known))
             advance(1)
     warn_if_weak(planned, stats)
     return Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why)

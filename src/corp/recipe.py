@@ -26,6 +26,8 @@ BASES = (SUBSPACE, COORDINATES)
 ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
 UNIFORM, GAIN = "uniform", "gain"
 ALLOCATIONS = (GAIN, UNIFORM)
+FREE, SHARED = "free", "shared"
+ROTARY = (FREE, SHARED)
 AUTO = "auto"
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 # Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
@@ -129,6 +131,13 @@ class Recipe:
         BASES,
     )
     vo_basis: str = _option(SUBSPACE, HOW, "The same choice for value dimensions.", BASES)
+    rotary: str = _option(
+        FREE,
+        HOW,
+        "free: every head keeps the rotary pairs it needs most; shared: all heads of all layers keep the same pairs, "
+        "so that plain transformers, vLLM and llama.cpp can hold the narrower heads.",
+        ROTARY,
+    )
     sequential: bool | str = _option(
         AUTO,
         HOW,
@@ -155,7 +164,7 @@ class Recipe:
         for kind in KINDS:
             put(self, kind, _sparsity(kind, getattr(self, kind)))
         self._check_targets()
-        for name in ("rank", "compensate", "vo_basis", "attn_basis", "allocate"):
+        for name in ("rank", "compensate", "vo_basis", "attn_basis", "allocate", "rotary"):
             _one_of(name, getattr(self, name), _choices(name))
         for name in ("intercept", "sequential"):
             value = getattr(self, name)

@@ -44,9 +44,14 @@ class Maps(NamedTuple):
     k: Tensor  # (e, d)
 
 
-def plan_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
-    """Choose, fit and predict for every key head of one attention and the query heads that share it."""
-    parts = _parts(site, keep, sums, recipe)
+def plan_attention(
+    site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe, pairs: Tensor | None = None
+) -> SitePlan:
+    """Choose, fit and predict for every key head of one attention and the query heads that share it.
+
+    `pairs` are the rotary pairs that every head of the model keeps, if they were chosen together.
+    """
+    parts = _parts(site, keep, sums, recipe, pairs=pairs)
     costs = tuple(_together([part.cost(g) for part in parts]) for g in range(site.groups))
     return _site_plan(site, keep, parts, recipe, costs)
 
@@ -60,6 +65,21 @@ def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, rec
     """The maps of a plan that came without them."""
     chosen = site_plan.indices()
     return _head_maps(site, _parts(site, site_plan.keep, sums, recipe, chosen))
+
+
+def shared_pairs(sites: Sequence[AttentionSite], keep: int, stats: Statistics, recipe: Recipe) -> Tensor:
+    """The rotary pairs that cost least if all heads of these sites keep the same; every head's logits count alike."""
+    weighted = recipe.rank == "exact"
+    moments = torch.cat([_all_pairs(stats.pairs_of(site.name).total(), weighted) for site in sites])  # (R, d, d)
+    energy = torch.tensor([rotary.logit_energy(A) for A in moments], dtype=moments.dtype, device=moments.device)
+    alike = moments / energy.clamp(min=torch.finfo(moments.dtype).tiny)[:, None, None]
+    if weighted:
+        return rotary.eliminate(alike, keep)[0]
+    return rank.top(torch.stack([rotary.pair_energy(A) for A in alike]).sum(0), keep)[0]
+
+
+def _all_pairs(sums: PairSums, weighted: bool) -> Tensor:
+    return torch.cat([sums.group(g, weighted=weighted) for g in range(sums.kv_heads)])
 
 
 def _site_plan(
@@ -92,6 +112,7 @@ def _parts(
     recipe: Recipe,
     chosen: Sequence[Tensor] | None = None,
     *,
+    pairs: Tensor | None = None,
     exact_steps: bool = True,
 ) -> list[_Part]:
     """The rotated dimensions, and the others; `chosen` are the dimensions that every group keeps, if known."""
@@ -100,6 +121,7 @@ def _parts(
     parts: list[_Part] = []
     if sums.pairs is not None:
         given = None if chosen is None else [kept[kept < dims // 2] for kept in chosen]
+        given = given if pairs is None else [pairs] * site.groups
         parts.append(_Pairs(sums.pairs, pairs_kept, recipe, given))
     if sums.grams is not None:
         if _basis(site, recipe) == SUBSPACE:

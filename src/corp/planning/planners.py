@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
 
 from corp.calibration.statistics import Statistics
 from corp.numerics.exact import Path
-from corp.planning.heads import HeadSums, fold_attention, plan_attention, sketch_attention
+from corp.planning.heads import HeadSums, fold_attention, plan_attention, shared_pairs, sketch_attention
 from corp.planning.linear import fold_linear, plan_linear, sketch_linear
 from corp.planning.plan import Fold, SitePlan
-from corp.recipe import Recipe
+from corp.planning.widths import rotated_part
+from corp.recipe import SHARED, Recipe
 from corp.sites import AttentionSite, Site, projection_at
 
 
 def plan_site(
-    model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe, path: Path | None = None
+    model: nn.Module,
+    site: Site,
+    keep: int,
+    stats: Statistics,
+    recipe: Recipe,
+    path: Path | None = None,
+    pairs: Tensor | None = None,
 ) -> SitePlan:
     """What the site keeps at this width, the compensation and its predicted cost."""
     if isinstance(site, AttentionSite):
-        return plan_attention(site, keep, HeadSums.of(site, stats), recipe)
+        return plan_attention(site, keep, HeadSums.of(site, stats), recipe, pairs)
     return plan_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)
+
+
+def pairs_of_all(
+    sites: Iterable[Site], widths: Mapping[str, int], stats: Statistics, recipe: Recipe
+) -> dict[str, Tensor]:
+    """The rotary pairs of every narrower attention under rotary="shared"; those of one shape keep the same."""
+    if recipe.rotary != SHARED:
+        return {}
+    groups: dict[tuple[int, int], list[AttentionSite]] = {}
+    for site in sites:
+        if isinstance(site, AttentionSite) and site.rotary and widths[site.name] < site.width:
+            kept = rotated_part(site, widths[site.name]) // 2
+            groups.setdefault((site.rotary.dims, kept), []).append(site)
+    found = {key: shared_pairs(group, key[1], stats, recipe) for key, group in groups.items()}
+    return {site.name: found[key] for key, group in groups.items() for site in group}
 
 
 def sketch_site(
