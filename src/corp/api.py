@@ -31,6 +31,7 @@ from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning, PlanError, StatisticsError
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
+from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import pairs_of_all, plan_site
@@ -38,7 +39,7 @@ from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
 from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
 from corp.refit.replay import Block
-from corp.sites import Sites, at_site, fingerprint
+from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import text_table
@@ -220,9 +221,11 @@ def _calibrate(
     out: str | Path | None = None,
     held: HeldBatches | None = None,
 ) -> Statistics:
+    output = dense.sites.output
+    watched: list[Site | OutputHead] = [*dense.sites, *([output] if output else [])]
     job = Job(
         dense.model,
-        list(dense.sites),
+        watched,
         batches,
         settings or Settings(),
         dict(origin or {}),
@@ -268,7 +271,16 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
                 planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known))
             advance(1)
     warn_if_weak(planned, stats)
-    return Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why)
+    output = _plan_output(dense, stats, found.rank)
+    return Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
+
+
+def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:
+    head = dense.sites.output
+    if head is None or rank is None:
+        return None
+    linear, moments = projection_at(dense.model, head.name), stats.moments_of(head.name).total()
+    return plan_output(head, rank, linear, moments, spectrum_of(linear, moments))
 
 
 def _apply(dense: _Dense, stats: Statistics, plan: Plan) -> Result:

@@ -37,6 +37,7 @@ _PAPER: dict[str, Any] = {
     "allocate": UNIFORM,
     "sequential": False,
     "round_to": 1,
+    "output": 0.0,
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "best": {},
@@ -72,6 +73,9 @@ class Recipe:
     mlp: float = _option(0.0, REMOVE, "Share of the MLP hidden channels to remove, 0 <= s < 1.")
     attn: float = _option(0.0, REMOVE, "Share of every head's query and key dimensions to remove, 0 <= s < 1.")
     vo: float = _option(0.0, REMOVE, "Share of every head's value dimensions to remove, 0 <= s < 1.")
+    output: float | None = _option(
+        None, REMOVE, "Share of a language model's output head, in rank, to remove; chosen under a target by default."
+    )
     target_macs: float | None = _option(
         None, BUDGET, "Instead of shares: keep at most this share of the dense model's multiply-accumulates."
     )
@@ -163,6 +167,8 @@ class Recipe:
         put = object.__setattr__  # the dataclass is frozen; values are stored in one plain form
         for kind in KINDS:
             put(self, kind, _sparsity(kind, getattr(self, kind)))
+        if self.output is not None:
+            put(self, "output", _sparsity("output", self.output))
         self._check_targets()
         for name in ("rank", "compensate", "vo_basis", "attn_basis", "allocate", "rotary"):
             _one_of(name, getattr(self, name), _choices(name))

@@ -187,6 +187,22 @@ class AttentionSite:
         return f"{self.name}.unrotated" if self.rotary else self.name
 
 
+@dataclass(frozen=True)
+class OutputHead:
+    """The linear `name` that turns hidden states (`inputs`) into logits (`outputs`), possibly the tied embedding."""
+
+    name: str
+    inputs: int
+    outputs: int
+    tied: bool = False
+    mask: Mask | None = None
+    batch_first: ClassVar[bool] = True
+
+    @property
+    def down(self) -> str:
+        return self.name
+
+
 LinearSite: TypeAlias = MLPSite | ValueSite  # pruned at the input of a linear layer
 Site: TypeAlias = MLPSite | AttentionSite | ValueSite
 
@@ -221,8 +237,15 @@ class Refusal:
 class Sites:
     """What was found in a model: iterate over it for the sites, `refused` holds the rest."""
 
-    def __init__(self, found: list[Site], refused: list[Refusal] | None = None, adapter: str = "") -> None:
+    def __init__(
+        self,
+        found: list[Site],
+        refused: list[Refusal] | None = None,
+        adapter: str = "",
+        output: OutputHead | None = None,
+    ) -> None:
         self.refused = tuple(refused or ())
+        self.output = output
         self.adapter = adapter
         self._by_name: dict[str, Site] = {}
         for site in found:

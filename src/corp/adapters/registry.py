@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from corp.adapters.output_head import find_output
 from corp.errors import CorpError, ModelError
 from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites, ValueSite, layers_of, module_of
 
@@ -157,7 +158,8 @@ def _sites(model: nn.Module, found: list[Finding], names: list[str]) -> Sites:
     shared = _sharing(model, sites)
     refused = [finding for finding in found if isinstance(finding, Refusal)]
     refused += [Refusal(s.name, s.kind, f"it shares a layer with {shared[s.name]}") for s in sites if s.name in shared]
-    return Sites([s for s in sites if s.name not in shared], refused, adapter=", ".join(dict.fromkeys(names)))
+    taken = [site for site in sites if site.name not in shared]
+    return Sites(taken, refused, ", ".join(dict.fromkeys(names)), find_output(model, taken))
 
 
 def _sharing(model: nn.Module, sites: list[Site]) -> dict[str, str]:

@@ -7,18 +7,23 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from corp.allocation.budget import Budget, count_budget, uniform
+from corp.allocation.budget import Budget, count_budget, one_sample, uniform
 from corp.allocation.curves import Curve, allocate, site_curves, usual_power
 from corp.allocation.latency import Clock, Time
+from corp.calibration.batches import evaluating, run
+from corp.calibration.hooks import removing
 from corp.calibration.statistics import Statistics
 from corp.errors import PlanError
 from corp.numerics.exact import Path
+from corp.numerics.output import Spectrum
 from corp.observer import SILENT, Observer
+from corp.planning.output import spectrum_of
 from corp.planning.widths import width_of
-from corp.recipe import KINDS, UNIFORM, Recipe
-from corp.sites import Sites
+from corp.recipe import KINDS, UNIFORM, Recipe, kept_width
+from corp.sites import Sites, projection_at
 
 ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast enough
 OVER = 1.1  # the excess of a slow result, and a little more, is taken off the next aim
@@ -30,6 +35,7 @@ class Allocation(NamedTuple):
     widths: Mapping[str, int]
     why: Mapping[str, Any]
     paths: Mapping[str, Path] = {}
+    rank: int | None = None  # of the output head, if it is factored
 
 
 class Allocator:
@@ -44,6 +50,13 @@ class Allocator:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """The leading directions of the output head."""
+        assert self.sites.output is not None
+        name = self.sites.output.name
+        return spectrum_of(projection_at(self.model, name), self.stats.moments_of(name).total())
 
     @cached_property
     def clock(self) -> Clock:
@@ -61,23 +74,65 @@ class Allocator:
             self._counted[what] = count_budget(self.model, self.sites, what, self.stats.inputs)
         return replace(self._counted[what], share=share)
 
-    def allocate(self, recipe: Recipe, queries: float | None = None, power: float | None = None) -> Allocation:
+    def allocate(
+        self,
+        recipe: Recipe,
+        queries: float | None = None,
+        power: float | None = None,
+        output: float | None = None,
+    ) -> Allocation:
         """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation.
 
-        `queries` is the share of Q/K dimensions to remove and `power` how errors count; by default the rules decide.
+        `queries` is the share of Q/K dimensions to remove, `power` how errors count and `output` the share of the
+        output head's rank to remove; by default the rules decide.
         """
+        rank = self.output_rank(recipe.output or output or 0.0)
+
         if recipe.min_agreement is not None:
             raise PlanError(
                 "min_agreement is measured on batches that are held out of calibration, and statistics hold none: use "
                 "corp.prune(model, batches, recipe), or give a target"
             )
         if recipe.target_latency is not None:
-            return self._in_time(recipe, recipe.target_latency, queries, power)
+            return self._in_time(recipe, recipe.target_latency, queries, power)._replace(rank=rank)
         for what in ("params", "macs"):
             target = getattr(recipe, f"target_{what}")
             if target is not None:
-                return self._within(self.budget(what, target), recipe, queries, power)
-        return Allocation({site.name: width_of(site, self.sites, recipe) for site in self.sites}, {})
+                budget = replace(self.budget(what, target), spared=self.spared(what, rank))
+                return self._within(budget, recipe, queries, power)._replace(rank=rank)
+        return Allocation({site.name: width_of(site, self.sites, recipe) for site in self.sites}, {}, rank=rank)
+
+    def output_rank(self, share: float) -> int | None:
+        """The rank that is left of the output head; None if it stays dense, or would be no cheaper."""
+        head = self.sites.output
+        if head is None or share == 0:
+            return None
+        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp"))
+        return keep if keep * (head.inputs + head.outputs) < head.inputs * head.outputs else None
+
+    def spared(self, what: str, rank: int | None) -> int:
+        """What an output head of this rank saves; a tied one saves no parameters."""
+        head = self.sites.output
+        if head is None or rank is None:
+            return 0
+        thin, dense = rank * (head.inputs + head.outputs), head.inputs * head.outputs
+        if what == "params":
+            return (0 if head.tied else dense) - thin - head.outputs
+        return (dense - thin) * self.positions
+
+    @cached_property
+    def positions(self) -> int:
+        """For how many tokens of one sample the output head is computed."""
+        head = self.sites.output
+        assert head is not None
+        seen: list[int] = []
+        hook = self.model.get_submodule(head.name).register_forward_hook(
+            lambda _m, args, _o: seen.append(args[0].numel())
+        )
+        batch = one_sample(self.model, self.stats.inputs, "target_macs")
+        with torch.no_grad(), evaluating(self.model), removing([hook]):
+            run(self.model, batch)
+        return sum(seen) // head.inputs
 
     def _in_time(self, recipe: Recipe, wanted: float, queries: float | None, power: float | None) -> Allocation:
         """Within a measured table of times; the result is timed, and made smaller if the table promised too much."""

@@ -28,10 +28,11 @@ class Budget:
     share: float
     dense: int
     units: Mapping[str, Unit]
+    spared: int = 0  # what is saved outside of the sites
 
     @property
     def limit(self) -> int:
-        return int(self.share * self.dense)
+        return int(self.share * self.dense) + self.spared
 
     def cost(self, sites: Sites, widths: Mapping[str, int]) -> int:
         """The cost with these widths; sites that are not named keep theirs."""

@@ -81,7 +81,7 @@ class Clock:
         return replace(recipe, overrides={"**": idle, **recipe.overrides}) if idle else recipe  # the recipe's own win
 
     def budget(self, share: float) -> LatencyBudget:
-        return LatencyBudget("latency", share, PARTS, {}, self.times)
+        return LatencyBudget("latency", share, PARTS, {}, times=self.times)
 
     def predicted(self, widths: Mapping[str, int]) -> float:
         return self.budget(1.0).cost(self.sites, widths) / PARTS

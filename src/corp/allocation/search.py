@@ -16,9 +16,11 @@ from corp.errors import DataError, PlanError
 from corp.measure.closeness import Closeness, Reference
 from corp.measure.intervals import Interval
 from corp.observer import Advance
+from corp.planning.output import OutputPlan, plan_output
 from corp.planning.plan import Plan
 from corp.planning.planners import sketch_site
 from corp.recipe import UNIFORM, Recipe
+from corp.sites import projection_at
 from corp.surgery.apply import narrowed_shell
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -27,6 +29,8 @@ STEPS = 6  # models made to find how far agreement allows to go: the target is t
 POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
 QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
+OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
+MOST_OUTPUT = 0.75
 
 
 def samples_needed(recipe: Recipe) -> int:
@@ -65,9 +69,19 @@ class Trials:
             for site in sites
             if found.widths[site.name] < site.width
         )
-        closeness = self.reference.compare(narrowed_shell(model, sites, Plan(recipe, plans), stats))
+        plan = Plan(recipe, plans, output=sketch_output(self.allocator, found.rank))
+        closeness = self.reference.compare(narrowed_shell(model, sites, plan, stats))
         self.advance(1)
         return closeness
+
+
+def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
+    """The output head of this rank, if it is factored."""
+    head = allocator.sites.output
+    if head is None or rank is None:
+        return None
+    moments = allocator.stats.moments_of(head.name).total()
+    return plan_output(head, rank, projection_at(allocator.model, head.name), moments, allocator.spectrum)
 
 
 @dataclass
@@ -149,6 +163,7 @@ class _Split:
     trials: Trials
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
+    output: float = 0.0  # share of the output head's rank that is removed
 
     def run(self) -> Allocation:
         allocator, recipe = self.trials.allocator, self.trials.allocator.recipe
@@ -156,24 +171,41 @@ class _Split:
         why = first.why["allocation"]
         start, usual = why["queries"], why["power"]
         power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
+        self.output = self.best_output(start, power)
         queries = climb(lambda share: self.measure(self.at(share, power)), start, QUERY_STEP, (0.0, MOST_QUERIES))
-        equal = allocator.allocate(replace(recipe, allocate=UNIFORM))
+        equal = allocator.allocate(replace(recipe, allocate=UNIFORM), output=self.output)
         best = min((self.at(queries, power), equal), key=self.measure)
         record = {"rule": {"queries": start, "power": usual}, "samples": self.trials.samples, "tried": self.tried}
         return best._replace(why={**best.why, "split": record})
 
     def at(self, queries: float, power: float) -> Allocation:
-        return self.trials.allocator.allocate(self.trials.allocator.recipe, queries, power)
+        return self.trials.allocator.allocate(self.trials.allocator.recipe, queries, power, self.output)
+
+    def best_output(self, queries: float, power: float) -> float:
+        """The share of the output head to remove, if removing some of it makes room for what matters more."""
+        allocator, recipe = self.trials.allocator, self.trials.allocator.recipe
+        budget = "params" if recipe.target_params is not None else "macs"
+        if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
+            return 0.0
+        if allocator.spared(budget, allocator.output_rank(MOST_OUTPUT)) <= 0:
+            return 0.0
+
+        def measured(share: float) -> float:
+            return self.measure(allocator.allocate(recipe, queries, power, share))
+
+        return climb(measured, 0.0, OUTPUT_STEP, (0.0, MOST_OUTPUT))
 
     def measure(self, found: Allocation) -> float:
         """The divergence from the dense model; widths that were measured before are not measured again."""
-        widths = tuple(found.widths.values())
+        widths = (*found.widths.values(), found.rank or 0)
         if widths not in self.known:
             divergence, why = self.trials.compare(found).divergence(), found.why["allocation"]
             self.known[widths] = divergence.value
             how = {key: why[key] for key in ("queries", "power") if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": divergence.value, **_ends(divergence)})
             name = f"{how['queries']:.1%} of Q/K, power {how['power']:g}" if "power" in how else "equal shares"
+            if found.rank is not None:
+                self.tried[-1]["output_rank"], name = found.rank, f"{name}, output head of rank {found.rank}"
             self.trials.allocator.observer.note(f"{name}: divergence {described(divergence)}")
         return self.known[widths]
 

@@ -20,7 +20,7 @@ from corp.calibration.site_sums import AnySums, SiteSums, Sums
 from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
 from corp.errors import StatisticsError
 from corp.numerics.rotary import rotate
-from corp.sites import AttentionSite, LinearSite, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Collector:
     Padding enters no sum. `causal`: of causal attentions only logits that exist are counted, up to blocks.
     """
 
-    sites: list[Site]
+    sites: list[Site | OutputHead]
     tokens: dict[str, int]
     causal: bool = True
 
@@ -83,7 +83,7 @@ class Collector:
         with without_fast_path(), removing(handles):
             yield handles
 
-    def _watch_input(self, model: nn.Module, site: LinearSite) -> RemovableHandle:
+    def _watch_input(self, model: nn.Module, site: LinearSite | OutputHead) -> RemovableHandle:
         """The input of the linear that consumes an MLP's channels, or an attention's values, into their moments."""
         name = site.name
         tokens = self.tokens.get(name, 0)
@@ -98,7 +98,7 @@ class Collector:
 
         return self.before(model, site, see)
 
-    def _watch_stream(self, model: nn.Module, site: LinearSite) -> list[RemovableHandle]:
+    def _watch_stream(self, model: nn.Module, site: LinearSite | OutputHead) -> list[RemovableHandle]:
         """What comes out of the block that holds the layer, into which the layer's own output was added."""
         name = block_of(site.down)
         if name is None:
@@ -123,7 +123,7 @@ class Collector:
         return see
 
     def before(
-        self, model: nn.Module, site: LinearSite, see: Callable[[Tensor, Tensor | None], None]
+        self, model: nn.Module, site: LinearSite | OutputHead, see: Callable[[Tensor, Tensor | None], None]
     ) -> RemovableHandle:
         """Show the input of the linear as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
@@ -248,7 +248,7 @@ def block_of(layer: str) -> str | None:
     return None if depth is None else ".".join(parts[: depth + 1])
 
 
-def _empty(site: Site) -> dict[str, AnySums]:
+def _empty(site: Site | OutputHead) -> dict[str, AnySums]:
     """Empty sums of one site, by name: an attention has those of rotated and of other dimensions, if any."""
     if not isinstance(site, AttentionSite):
         return {site.name: SiteSums(Moments(site.inputs), Moments(site.inputs))}

@@ -25,7 +25,7 @@ from corp.calibration.workers import Workers
 from corp.errors import CorpError, DataError, StatisticsError
 from corp.files import lock_folder, refuse_existing, write_text
 from corp.observer import SILENT, Advance, Observer
-from corp.sites import AttentionSite, Site
+from corp.sites import AttentionSite, OutputHead, Site
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
 ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
@@ -63,7 +63,7 @@ class Job:
     """One calibration: the model, its sites, the data, and who else works on it."""
 
     model: nn.Module
-    sites: list[Site]
+    sites: list[Site | OutputHead]
     batches: Iterable[Any]
     settings: Settings
     origin: dict[str, Any]
@@ -91,7 +91,7 @@ class Job:
             return self.settings.tokens
         return 0 if self.settings.tokens == "all" else enough_tokens(width, self.total)
 
-    def groups(self, record: Path | None = None) -> list[list[Site]]:
+    def groups(self, record: Path | None = None) -> list[list[Site | OutputHead]]:
         """Sites per pass over the data, announced when it takes more than one.
 
         The first worker decides for all, and a continued run keeps to what was recorded: free memory differs from
@@ -171,7 +171,9 @@ class Job:
             return
         self.workers.agree(_problem(action) if self.workers.rank == 0 else None)
 
-    def _finish_group(self, partial: Path, number: int, group: list[Site], entries: dict[str, Entry]) -> int:
+    def _finish_group(
+        self, partial: Path, number: int, group: list[Site | OutputHead], entries: dict[str, Entry]
+    ) -> int:
         """The sums of one group, from an earlier run's files or from the data; returns the samples seen."""
         done = partial / f"pass-{number}.json"
         known = self.workers.gather(done.is_file())[0]
@@ -195,7 +197,7 @@ class Job:
         entries.update(mine)
         return samples
 
-    def _pass(self, group: list[Site], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
+    def _pass(self, group: list[Site | OutputHead], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
         """One pass over the data for the sites of a group; an error on any worker is an error on all."""
         collector = Collector(group, self.tokens, causal=self.settings.causal)
         samples, problem = 0, None

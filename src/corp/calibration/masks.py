@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.errors import StatisticsError
-from corp.sites import AttentionSite, Mask, Site
+from corp.sites import AttentionSite, Mask, OutputHead, Site
 
 
 class Masks:
@@ -24,7 +24,7 @@ class Masks:
         """(B, n), True at real tokens; None where all are."""
         return None if where is None else self._seen.get(where)
 
-    def watch(self, model: nn.Module, sites: Iterable[Site]) -> list[RemovableHandle]:
+    def watch(self, model: nn.Module, sites: Iterable[Site | OutputHead]) -> list[RemovableHandle]:
         """Hooks that note the masks of every call; read at the call, so wrappers and generators do not matter."""
         wanted: dict[str, list[Mask]] = {}
         for site in sites:

@@ -15,13 +15,13 @@ from corp.calibration.holdout import EVERY
 from corp.calibration.moments import CHUNK
 from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
-from corp.sites import AttentionSite, Site
+from corp.sites import AttentionSite, OutputHead, Site
 
 MARGIN = 0.75  # of what is free: the forward pass and the fit need some as well
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-def site_bytes(site: Site, samples: int | None) -> int:
+def site_bytes(site: Site | OutputHead, samples: int | None) -> int:
     """What the sums of one site hold at the end, the held-out part included; without `samples`, at the most."""
     if not isinstance(site, AttentionSite):
         return 2 * 8 * site.inputs**2
@@ -47,7 +47,7 @@ def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
     return 2 * 8 * site.heads * t * t + FOLD_BLOCK * one
 
 
-def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
+def working_bytes(sites: Sequence[Site | OutputHead], samples: int | None = None) -> int:
     """What an update of one site needs on top: float32 products and centred tokens, or the entries of a first fold."""
     needs = [0]
     for site in sites:
@@ -58,7 +58,7 @@ def working_bytes(sites: Sequence[Site], samples: int | None = None) -> int:
     return max(needs)
 
 
-def passes(sites: Sequence[Site], samples: int | None, budget: int) -> list[list[Site]]:
+def passes(sites: Sequence[Site | OutputHead], samples: int | None, budget: int) -> list[list[Site | OutputHead]]:
     """The sites in groups, in order, so that the sums of a group stay within `budget` bytes."""
     working = working_bytes(sites, samples)
     least = working + max(site_bytes(site, samples) for site in sites)
@@ -67,7 +67,7 @@ def passes(sites: Sequence[Site], samples: int | None, budget: int) -> list[list
             f"calibration needs at least {human(least)} for its largest site, {human(budget)} are allowed; "
             f"give it --memory {human(least)} or leave large sites out"
         )
-    groups: list[list[Site]] = [[]]
+    groups: list[list[Site | OutputHead]] = [[]]
     used = working
     for site in sites:
         need = site_bytes(site, samples)

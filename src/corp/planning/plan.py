@@ -16,6 +16,7 @@ from torch import Tensor
 from corp.errors import PlanError
 from corp.files import read_json, write_text
 from corp.numerics.affine import Folded
+from corp.planning.output import OutputPlan
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
 from corp.tables import text_table
 
@@ -156,6 +157,7 @@ class Plan:
     weights: str = ""  # fingerprint of the dense weights it was made for
     samples: int = 0
     why: Mapping[str, Any] = field(default_factory=dict)
+    output: OutputPlan | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -174,6 +176,7 @@ class Plan:
             "samples": self.samples,
             "why": dict(self.why),
             "sites": [site.to_dict() for site in self.sites],
+            "output": None if self.output is None else self.output.to_dict(),
         }
 
     def save(self, path: str | Path) -> None:
@@ -199,7 +202,8 @@ class Plan:
         if not isinstance(weights, str) or not _is_count(samples):
             raise PlanError("the plan's 'weights' must be a string and 'samples' a whole number")
         why = _object(top.get("why", {}), "the plan's 'why'")
-        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why)
+        output = None if top.get("output") is None else _output(top["output"])
+        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why, output)
 
     def __str__(self) -> str:
         if not self.sites:
@@ -255,6 +259,15 @@ def _site(raw: object, number: int) -> SitePlan:
     if ridge < 0:
         raise PlanError(f"{where}: the ridge {ridge:g} is negative")
     return SitePlan(name, str(kind), int(width or 0), requested, kept, intercept, parsed, ridge, str(basis))
+
+
+def _output(raw: object) -> OutputPlan:
+    entry = _object(raw, "the plan's 'output'")
+    name, width, keep = entry.get("name"), entry.get("width", 0), entry.get("keep", 0)
+    if not isinstance(name, str) or not (_is_count(width) and _is_count(keep) and 0 < keep <= width):
+        raise PlanError("the plan's 'output' needs a name, a width and a rank within it")
+    J, energy = (_number(entry, key, "the plan's 'output'") for key in ("J", "energy"))
+    return OutputPlan(name, width, keep, J, energy)
 
 
 def _cost(raw: Mapping[str, Any], where: str) -> GroupCost:

@@ -13,12 +13,26 @@ from torch import nn
 from corp.calibration.statistics import Statistics
 from corp.errors import PlanError
 from corp.numerics import values
+from corp.numerics.output import LowRank
 from corp.observer import timed
+from corp.planning.output import OutputPlan, fold_output, spectrum_of
 from corp.planning.plan import Fold, HeadMaps, LinearFold, Plan, SitePlan
 from corp.planning.planners import fold_site
-from corp.sites import AttentionSite, MLPSite, Site, Sites, ValueSite, at_site, heads_of, module_of, projection_at
+from corp.sites import (
+    AttentionSite,
+    MLPSite,
+    OutputHead,
+    Site,
+    Sites,
+    ValueSite,
+    at_site,
+    heads_of,
+    module_of,
+    projection_at,
+)
 from corp.surgery.attention import Parts, narrow_queries, narrow_values, replace_attention
 from corp.surgery.linear import shrink_down, shrink_mlp
+from corp.surgery.output import replace_output
 
 Planned: TypeAlias = tuple[Site, SitePlan]
 
@@ -55,13 +69,25 @@ def narrowed_shell(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics
         with at_site(group[0][0]), timed("compensate"):
             folds = [one.fold or fold_site(model, site, one, stats, plan.recipe) for site, one in group]
             apply_group(smaller, group, folds)
+    if plan.output is not None:
+        head = match_output(sites, plan.output)
+        replace_output(
+            smaller, head, plan.output.keep, plan.output.fold or _fold_output(model, head, plan.output, stats)
+        )
     return smaller
+
+
+def _fold_output(model: nn.Module, head: OutputHead, plan: OutputPlan, stats: Statistics) -> LowRank:
+    linear, moments = projection_at(model, head.name), stats.moments_of(head.name).total()
+    return fold_output(plan.keep, linear, moments, spectrum_of(linear, moments))
 
 
 def shrink(model: nn.Module, sites: Sites, plan: Plan) -> None:
     """Give `model`, in place, the shapes of the plan without compensation: the frame that saved weights go into."""
     for group in match(sites, plan):
         apply_group(model, group, [None] * len(group))
+    if plan.output is not None:
+        replace_output(model, match_output(sites, plan.output), plan.output.keep, None)
 
 
 def apply_group(model: nn.Module, group: Sequence[Planned], folds: Sequence[Fold | None]) -> None:
@@ -84,6 +110,15 @@ def apply_group(model: nn.Module, group: Sequence[Planned], folds: Sequence[Fold
     first = group[0][0]
     if isinstance(first, AttentionSite | ValueSite):
         replace_attention(model, first, parts)
+
+
+def match_output(sites: Sites, plan: OutputPlan) -> OutputHead:
+    head = sites.output
+    if head is None or (head.name, head.inputs) != (plan.name, plan.width):
+        raise PlanError(
+            f"the plan has an output head {plan.name!r} of width {plan.width}, but this model has none such"
+        )
+    return head
 
 
 def match(sites: Sites, plan: Plan) -> list[list[Planned]]:

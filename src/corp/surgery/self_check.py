@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from corp.calibration.statistics import Statistics
 from corp.errors import ModelError
 from corp.numerics import rotary, subspace
+from corp.numerics.affine import Folded
+from corp.numerics.output import LowRank, output_error
 from corp.planning.fitting import split
+from corp.planning.output import OutputPlan
 from corp.planning.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import (
@@ -68,7 +71,20 @@ def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics,
         if found is not None:
             planned, energy = (sum(getattr(cost, name) for cost in site_plan.costs) for name in ("J", "energy"))
             findings.append(Finding(site.name, site.kind, planned, found, energy, epsilon))
+    if plan.output is not None:
+        findings.append(_output_finding(dense, pruned, stats, plan.output, epsilon))
     return findings
+
+
+def _output_finding(
+    dense: nn.Module, pruned: nn.Module, stats: Statistics, plan: OutputPlan, epsilon: float
+) -> Finding:
+    """The error of the factored output head, from its weights."""
+    P, _ = in_float64(projection_at(pruned, f"{plan.name}.down"))
+    U, b = in_float64(projection_at(pruned, f"{plan.name}.up"))
+    moments, linear = stats.moments_of(plan.name).total(), Folded(*in_float64(projection_at(dense, plan.name)))
+    found = output_error(linear, LowRank(P, U, b), moments.mean, moments.cov())
+    return Finding(plan.name, "output", plan.J, found, plan.energy, epsilon)
 
 
 def require_agreement(findings: Sequence[Finding]) -> None:
