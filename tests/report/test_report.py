@@ -210,7 +210,7 @@ def test_the_demo_becomes_accuracy_curves() -> None:
 
 @pytest.mark.parametrize("high", [0.003, 0.07, 0.3, 1.0, 1.4, 7.0, 123.0, 0.0, float("inf")])
 def test_ticks_are_few_and_reach_the_top(high: float) -> None:
-    found = svg.ticks(0.0, high)
+    found = svg.ticks(high)
     assert 3 <= len(found) <= 8
     assert found[0] == 0
     assert found[-1] >= high * (1 - 1e-9) or high == float("inf")
