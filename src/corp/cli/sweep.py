@@ -21,12 +21,12 @@ from corp.cli import eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.eval_images import find_labels
-from corp.cli.models import CAUSAL, IMAGE, kind_of, tokenizer_of
+from corp.cli.models import IMAGE, kind_of, tokenizer_of
 from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
-from corp.evaluate.run import Contender, side_by_side
+from corp.evaluate.run import judged
 from corp.evaluate.sweep import Grid, Row, Sweep
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS, Recipe
@@ -202,12 +202,11 @@ def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: st
     options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
     tokenizer = tokenizer_of(source.model, source.text.tokenizer)
     batches = eval_text.text_batches(dense, tokenizer, kind, options)
-    judge: Any = eval_text.perplexities if kind == CAUSAL else eval_text.likenesses
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
         others = [model for model in models if model is not dense]
-        judged = judge({str(i): model for i, model in enumerate([dense, *others])}, batches)
-        return [_measured(metric.intervals()) for metric in judged[len(judged) - len(models) :]]
+        metrics = eval_text.judge(kind, [dense, *others], batches)
+        return [_measured(metric.intervals()) for metric in metrics[-len(models) :]]
 
     return Judge(evaluate, batches)
 
@@ -224,9 +223,7 @@ def _on_images(dense: nn.Module, source: o.Source, data: list[Path], labels: str
     batches = images if found is None else LabelledBatches(images, found)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
-        scores = [Score() for _ in models]
-        side_by_side(dense, [Contender(m, s) for m, s in zip(models, scores, strict=True)], batches)
-        return [_measured(score.intervals()) for score in scores]
+        return [_measured(score.intervals()) for score in judged(models, Score, batches, dense)]
 
     return Judge(evaluate, images)
 
@@ -257,18 +254,12 @@ def _show(content: dict[str, Any]) -> None:
     show_table(f"{content['model']}: {told}", columns, cells)
     runtime = content["runtime"]
     names = ("samples", "calibrate", "rank", "compensate", "plan")
-    cells = [[str(part["samples"]), *(_seconds(part[name]) for name in names[1:])] for part in runtime]
+    cells = [[str(part["samples"]), *(_cell(part[name], 2) for name in names[1:])] for part in runtime]
     show_table("seconds (plan: ranking and all predictions)", names, cells)
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _cell(value: Any, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def parse_range(text: str) -> list[float]:
