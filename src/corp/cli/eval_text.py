@@ -30,10 +30,7 @@ COLUMNS = {
     m.CAUSAL: ("model", "params", "perplexity", "/ dense", "agreement %", "KL from dense"),
     m.ENCODER: ("model", "params", "cosine to dense", "STS Spearman"),
 }
-NUMBERS = {
-    m.CAUSAL: ("perplexity", "perplexity_ratio", "agreement", "kl"),
-    m.ENCODER: ("cosine", "spearman"),
-}
+NUMBERS = {m.CAUSAL: ("perplexity", "perplexity_ratio", "agreement", "kl"), m.ENCODER: ("cosine", "spearman")}
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from corp.data.text import IGNORED as IGNORED
 from corp.errors import DataError, ModelError
 from corp.measure.closeness import CHUNK, compare_logits, logits_of, require_finite
 from corp.measure.intervals import Interval, Mean
 
-IGNORED = -100  # a target that is not scored
 AXES = ("texts", "tokens", "vocabulary")
 
 

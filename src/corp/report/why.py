@@ -49,13 +49,7 @@ def _sequential(raw: Mapping[str, Any]) -> str:
     return f"sequential fitting on {raw['samples']} samples: {len(left)} layers compensate errors of earlier ones{gone}"
 
 
-_LINES = {
-    "sharing": _sharing,
-    "latency": _latency,
-    "split": _split,
-    "agreement": _agreement,
-    "sequential": _sequential,
-}
+_LINES = {"sharing": _sharing, "latency": _latency, "split": _split, "agreement": _agreement, "sequential": _sequential}
 
 
 def explained(why: Mapping[str, Any]) -> list[str]:
