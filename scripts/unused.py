@@ -62,7 +62,10 @@ def _top_level(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
         if isinstance(node, Function | ast.ClassDef):
             yield node.name, node
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        yield from ((target.id, node) for target in targets if isinstance(target, ast.Name))
+        stored = (part for target in targets if target is not None for part in ast.walk(target))
+        yield from (
+            (part.id, node) for part in stored if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        )
 
 
 def _decorated(node: ast.stmt) -> bool:

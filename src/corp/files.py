@@ -1,6 +1,6 @@
 """Outputs appear whole or not at all: write beside, then rename. And reading small files with a limit.
 
-Locks are flock's own, on files and folders that are being written: filelock truncates what it locks on opening it.
+Locks are flock's own, because what is locked is the folder being written itself; filelock locks files only.
 """
 
 from __future__ import annotations

@@ -113,6 +113,12 @@ def test_intervals_cover_the_truth_about_95_times_in_100() -> None:
     assert all(0.93 <= count / runs <= 0.97 for count in inside.values()), inside
 
 
+def test_intervals_are_mapped_and_written_end_by_end() -> None:
+    assert Interval(0.0, -1.0, 1.0).map(math.exp) == (1.0, math.exp(-1), math.e)
+    assert f"{Interval(2.0, 1.5, 2.25):.1f}" == "2.0 [1.5, 2.2]"
+    assert f"{Interval(2.0, None, None).map(math.sqrt):.3f}" == "1.414"
+
+
 def test_small_samples_are_not_certain() -> None:
     low, high = ends(paired_difference(0, 0, 20))
     assert low < -0.05 < 0.05 < high

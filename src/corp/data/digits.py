@@ -17,17 +17,8 @@ from corp.errors import CorpError
 
 WEIGHTS_PATH = Path(__file__).with_name("digits_vit.safetensors")
 
-MODEL_ARGS: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 2,
-    "in_chans": 1,
-    "num_classes": 10,
-    "embed_dim": 80,
-    "depth": 6,
-    "num_heads": 4,
-    "mlp_ratio": 4.0,
-    "qkv_bias": True,
-}
+MODEL_ARGS: dict[str, Any] = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}
+MODEL_ARGS |= {"embed_dim": 80, "depth": 6, "num_heads": 4, "mlp_ratio": 4.0, "qkv_bias": True}
 """Keyword arguments of timm's VisionTransformer: 16 patches and a class token, heads of 20 dimensions."""
 
 _TEST_IMAGES = 500

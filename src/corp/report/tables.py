@@ -9,6 +9,7 @@ from corp.planning.plan import Plan, SitePlan
 from corp.tables import text_table
 
 TOTALS = ("", "before", "after", "ratio")
+ERRORS = ("relative_error", "relative_uncompensated")
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,9 @@ class Report:
 
 
 def _site(site: SitePlan) -> dict[str, Any]:
-    return {
-        "name": site.name,
-        "kind": site.kind,
-        "heads": site.heads,
-        "width": site.width,
-        "kept": site.keep,
-        "requested": site.requested,
-        "achieved": site.achieved,
-        "rho2": site.rho2,
-        "relative_error": site.relative_error,
-        "relative_uncompensated": site.relative_uncompensated,
-        "groups": [asdict(cost) for cost in site.costs],
-    }
+    before = {name: getattr(site, name) for name in ("name", "kind", "heads", "width")}
+    after = {name: getattr(site, name) for name in ("requested", "achieved", "rho2", *ERRORS)}
+    return {**before, "kept": site.keep, **after, "groups": [asdict(cost) for cost in site.costs]}
 
 
 def _total(what: str, pair: tuple[int, int], unit: float, letter: str) -> tuple[str, ...]:
