@@ -239,7 +239,11 @@ def test_the_png_of_a_drawing_shows_what_its_svg_says(tmp_path: Path) -> None:
     picture = Image.open(tmp_path / "chart.png").convert("RGB")
     width, height = map(float, drawn.attrib["viewBox"].split()[2:])
     assert picture.size == (pictures.SCALE * width, pictures.SCALE * height)
-    bars = [bar for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if float(bar.attrib["width"]) > 0]
+    bars = [
+        bar
+        for bar in drawn.iter("{http://www.w3.org/2000/svg}rect")
+        if bar.get("class") and float(bar.attrib["width"]) > 0
+    ]
     assert len(bars) == 2 + 3  # the key, and the values above zero
     for bar in bars:  # its middle lies below the title and beside the margin of the picture
         x, y, w, h = (float(bar.attrib[key]) for key in ("x", "y", "width", "height"))

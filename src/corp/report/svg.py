@@ -49,8 +49,10 @@ def drawing(label: str, width: float, height: float) -> Element:
 def picture(title: str, *drawings: Element) -> Element:
     """The drawings side by side under a title, as one drawing for a file of its own."""
     boxes = [[float(number) for number in (one.get("viewBox") or "").split()[2:]] for one in drawings]
-    whole = drawing(title, sum(width + 20 for width, _ in boxes), 34 + max(height for _, height in boxes))
-    whole.set("xmlns", "http://www.w3.org/2000/svg")
+    across, down = sum(width + 20 for width, _ in boxes), 34 + max(height for _, height in boxes)
+    whole = drawing(title, across, down)
+    whole.attrib |= {"xmlns": "http://www.w3.org/2000/svg", "width": f"{across:g}", "height": f"{down:g}"}
+    _add(whole, "rect", width=across, height=down, fill="#ffffff")
     _text(whole, 10, 18, title)
     x = 10.0
     for one, (width, _) in zip(drawings, boxes, strict=True):
