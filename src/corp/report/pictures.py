@@ -38,7 +38,8 @@ def _paint(axes: Any, parent: Element, dx: float, dy: float) -> None:
             x, y = (float(node.get(key) or 0) for key in "xy")
             align = {"end": "right", "middle": "center"}.get(node.get("text-anchor") or "", "left")
             colour = node.get("fill") or "black"
-            axes.text(dx + x, dy + y, node.text, ha=align, color=colour, fontsize=10.5, parse_math=False)
+            options = {"ha": align, "color": colour, "fontsize": 10.5, "parse_math": False}
+            axes.text(dx + x, dy + y, node.text, **options, zorder=len(axes.get_children()))
         elif node.tag in ("rect", "path"):
             _paint_shape(axes, node, dx, dy)
 
@@ -52,9 +53,12 @@ def _paint_shape(axes: Any, node: Element, dx: float, dy: float) -> None:
         closed = d.endswith("Z")
         points = [(float(x), float(y)) for x, y in (pair.split() for pair in d.strip("MZ").split("L"))]
     xs, ys = zip(*((dx + x, dy + y) for x, y in points), strict=True)
+    above = len(axes.get_children())  # what comes later lies above, as in SVG
     if closed:
-        axes.fill(xs, ys, color=node.get("fill"), alpha=float(node.get("fill-opacity") or 1), linewidth=0)
+        alpha = float(node.get("fill-opacity") or 1)
+        axes.fill(xs, ys, color=node.get("fill"), alpha=alpha, linewidth=0, zorder=above)
         return
     dashes = [float(part) / 2 for part in (node.get("stroke-dasharray") or "").split()]  # of line widths, which are 2
     style: Any = (0, dashes) if dashes else "-"
-    axes.plot(xs, ys, color=node.get("stroke"), linewidth=float(node.get("stroke-width") or 1), linestyle=style)
+    width = float(node.get("stroke-width") or 1)
+    axes.plot(xs, ys, color=node.get("stroke"), linewidth=width, linestyle=style, zorder=above)

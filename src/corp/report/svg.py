@@ -122,7 +122,8 @@ def line_chart(
     x_shown: Callable[[float], str] = "{:.0%}".format,
 ) -> Element:
     """Lines from 0 on; `axes` name x and y, `shown` and `x_shown` write a value of either."""
-    y_ticks = ticks(max((y for line in series for _, y in line.points), default=1.0))
+    ys = [y for line in series for _, y in line.points] + [high for line in series for *_, high in line.band]
+    y_ticks = ticks(max(ys, default=1.0))
     x_ticks = ticks(max((x for line in series for x, _ in line.points), default=1.0))
     left, right, top, bottom = 52.0, WIDTH - 14.0, 26.0, 252.0
     svg = drawing(label, WIDTH, bottom + 54 + 19 * len(series))
