@@ -46,7 +46,7 @@ def examples(images: Tensor, labels: Tensor, patch: int, blank: int | None = Non
 
 def handwritten_digits() -> tuple[nn.Module, Tensor, Examples, Examples]:
     """The backbone, images to calibrate it with, and examples to fit the heads on and to judge them by."""
-    data = digits.load_labelled_split()
+    data = digits.load_split()
     fit = examples(data.train_images, data.train_labels, 2, blank=10)
     return digits.load_model(), data.train_images, fit, examples(data.test_images, data.test_labels, 2, blank=10)
 

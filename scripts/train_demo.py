@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import corp  # noqa: F401  (first: it makes timm importable where torchvision does not match torch)
-from corp.data.digits import WEIGHTS_PATH, LabelledSplit, build_model, load_labelled_split
+from corp.data.digits import WEIGHTS_PATH, Split, build_model, load_split
 
 SEED = 0
 BATCH_SIZE = 64
@@ -43,7 +43,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
-    split = load_labelled_split()
+    split = load_split()
     started = time.perf_counter()
     model = train(initialise(build_model()), split, args.epochs)
     print(f"trained {args.epochs} epochs in {time.perf_counter() - started:.0f} s")
@@ -68,7 +68,7 @@ def initialise(model: nn.Module) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, split: LabelledSplit, epochs: int) -> nn.Module:
+def train(model: nn.Module, split: Split, epochs: int) -> nn.Module:
     """Fit the model to the augmented training images with AdamW, a warm-up and a cosine schedule."""
     images, labels = split.train_images, split.train_labels
     steps = epochs * math.ceil(len(images) / BATCH_SIZE)

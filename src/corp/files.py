@@ -1,4 +1,7 @@
-"""Outputs appear whole or not at all: write beside, then rename. And reading small files with a limit."""
+"""Outputs appear whole or not at all: write beside, then rename. And reading small files with a limit.
+
+Locks are flock's own, because what is locked is the folder being written itself; filelock locks files only.
+"""
 
 from __future__ import annotations
 
@@ -107,15 +110,14 @@ def _hold(handle: int) -> bool:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """While open, nobody takes the folder for one that a killed run left."""
+def _held(path: Path) -> Iterator[bool]:
+    """Lock a file or folder while inside, so that no run takes it for a leftover; False if another process has it."""
     if fcntl is None:
-        yield
+        yield True
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
-        _hold(handle)
-        yield
+        yield _hold(handle)
     finally:
         os.close(handle)
 
@@ -132,27 +134,23 @@ def _sweep_up(path: Path) -> None:
     with os.scandir(path.parent) as entries:
         left = [Path(entry.path) for entry in entries if ours.fullmatch(entry.name) and not entry.is_symlink()]
     for old in left:
-        with suppress(OSError):  # it may be gone by now
-            handle = os.open(old, os.O_RDONLY)
-            try:
-                if _hold(handle):
-                    shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
-            finally:
-                os.close(handle)
+        with suppress(OSError), _held(old) as free:  # it may be gone by now
+            if free:
+                shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
 
 def _flush(file: Path) -> None:
-    """Have the content on the disk before the name: after a power cut a file is whole, too."""
+    """Put the content on the disk before the name: after a power cut a file is whole, too."""
     if file.is_file():
         with file.open("rb+") as content:
             os.fsync(content.fileno())
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Say before the work, not after it, that the output is in the way."""
+    """Refuse an output that exists, before the work rather than after it."""
     if path.exists() or path.is_symlink():
         if not overwrite:
-            raise StorageError(f"{path} exists; choose another output, or pass overwrite (--overwrite)")
+            raise StorageError(f"{path} exists; choose another output, or pass overwrite=True")
         if not path.is_dir() or path.is_symlink():
             raise StorageError(f"{path} is not a folder; it is left alone")
 

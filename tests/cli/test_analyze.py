@@ -184,7 +184,7 @@ def test_the_command_writes_picture_table_and_data(stats: Path, tmp_path: Path) 
 
     again = run("analyze", "deit_tiny_patch16_224", "--stats", stats, "-o", out)
     assert again.exit_code == 1
-    assert "--overwrite" in again.output
+    assert "overwrite" in again.output
 
 
 def test_the_command_shows_tables_and_says_what_is_missing(stats: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_prune_writes_a_folder_that_loads(weights: Path, photos: Path, tmp_path:
 
     again = run("prune", MODEL, "--weights", weights, "--calib", photos, "-o", out, *options)
     assert again.exit_code == 1
-    assert "--overwrite" in again.output
+    assert "overwrite" in again.output
 
 
 def test_plan_is_a_dry_run_with_json(weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_names_that_are_not_all_the_classes_are_no_labels(tmp_path: Path) -> Non
     touch(tmp_path / "a" / "holiday" / "1.jpg", tmp_path / "b" / "1.jpg", tmp_path / "c" / "n01440764_1.jpg")
     assert find_labels([tmp_path / "a"], 1000) is None
     assert find_labels([tmp_path / "b"], 1) is None
-    with pytest.raises(corp.CorpError, match=r"1 synset ids .* 1000 classes.*ambiguous; give --labels"):
+    with pytest.raises(corp.CorpError, match=r"1 synset ids .* 1000 classes.*ambiguous; give a CSV"):
         find_labels([tmp_path / "c"], 1000)
 
 

@@ -80,7 +80,7 @@ def test_ranges_and_targets(weights: Path, photos: Path) -> None:
     assert shown["why"]["sharing"]["target"] == 0.8
     assert "only a target" in failure(*common, "--mlp", 0.5, "--override", "blocks.0.*:mlp=0-0.05")
     text = " ".join(run(*common, "--target-macs", 0.8).output.split())
-    assert "0.800 of the dense macs, shared by uniform" in text
+    assert "0.800 of the dense macs, allocation uniform" in text
 
 
 def test_a_target_of_time(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

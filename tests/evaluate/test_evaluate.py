@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import corp
 from corp.data.dense import DensePairs, find_pairs, read_target, whole_image
-from corp.evaluate.classify import Score, compare
+from corp.evaluate.classify import Score
 from corp.evaluate.dense import Depth, Segmentation, evaluate_head, patch_map
 from corp.evaluate.features import Features, Likeness, tapped
-from corp.evaluate.run import Contender, side_by_side
+from corp.evaluate.run import Contender, judged, side_by_side
 from corp.measure.intervals import Interval, Mean, paired_difference, wilson
 from tests.helpers.models import build, images
 
@@ -32,10 +32,13 @@ def test_scores_equal_a_loop_over_samples() -> None:
     kl = [float((p[i] * (p[i] / q[i]).log()).sum()) for i in range(40)]
     right = [int(other[i].argmax() == labels[i]) for i in range(40)]
     before = [int(dense[i].argmax() == labels[i]) for i in range(40)]
-    assert score.kl == pytest.approx(np.mean(kl))
-    assert score.agreement == sum(int(dense[i].argmax() == other[i].argmax()) for i in range(40)) / 40
-    assert score.top1 == sum(right) / 40
-    assert score.top5 == sum(int(labels[i]) in other[i].argsort(descending=True)[:5].tolist() for i in range(40)) / 40
+    values = {name: interval.value for name, interval in score.intervals().items() if interval}
+    assert values["kl"] == pytest.approx(np.mean(kl))
+    assert values["agreement"] == sum(int(dense[i].argmax() == other[i].argmax()) for i in range(40)) / 40
+    assert values["top1"] == sum(right) / 40
+    assert (
+        values["top5"] == sum(int(labels[i]) in other[i].argsort(descending=True)[:5].tolist() for i in range(40)) / 40
+    )
     spread = 1.96 * np.std(kl, ddof=1) / 40**0.5
     assert score.intervals()["kl"] == pytest.approx((np.mean(kl), np.mean(kl) - spread, np.mean(kl) + spread))
     difference = score.intervals()["top1_difference"]
@@ -45,9 +48,12 @@ def test_scores_equal_a_loop_over_samples() -> None:
 
 def test_a_model_agrees_with_itself_and_needs_no_labels() -> None:
     model = nn.Linear(4, 3)
-    score = compare(model, [model], [torch.randn(5, 4), torch.randn(2, 4)])[0]
-    assert (score.samples, score.agreement, score.top1) == (7, 1.0, None)
-    assert score.kl == pytest.approx(0.0, abs=1e-9)
+    (score,) = judged([model], Score, [torch.randn(5, 4), torch.randn(2, 4)], model)
+    found = score.intervals()
+    assert found["agreement"] is not None
+    assert found["kl"] is not None
+    assert (score.divergence.n, found["agreement"].value, found["top1"]) == (7, 1.0, None)
+    assert found["kl"].value == pytest.approx(0.0, abs=1e-9)
 
 
 def test_without_a_dense_model_there_is_only_accuracy() -> None:
@@ -67,7 +73,7 @@ def test_what_cannot_be_scored_is_said() -> None:
     with pytest.raises(corp.CorpError, match="not finite"):
         Score().add(logits / 0)
     with pytest.raises(corp.CorpError, match="no batches"):
-        compare(nn.Linear(3, 3), [], [])
+        judged([], Score, [], nn.Linear(3, 3))
 
 
 def ends(interval: Interval) -> tuple[float, float]:
@@ -107,6 +113,12 @@ def test_intervals_cover_the_truth_about_95_times_in_100() -> None:
     assert all(0.93 <= count / runs <= 0.97 for count in inside.values()), inside
 
 
+def test_intervals_are_mapped_and_written_end_by_end() -> None:
+    assert Interval(0.0, -1.0, 1.0).map(math.exp) == (1.0, math.exp(-1), math.e)
+    assert f"{Interval(2.0, 1.5, 2.25):.1f}" == "2.0 [1.5, 2.2]"
+    assert f"{Interval(2.0, None, None).map(math.sqrt):.3f}" == "1.414"
+
+
 def test_small_samples_are_not_certain() -> None:
     low, high = ends(paired_difference(0, 0, 20))
     assert low < -0.05 < 0.05 < high
@@ -133,7 +145,7 @@ def test_every_block_and_the_final_features_are_compared(family: str) -> None:
     pruned = corp.prune(dense, images(3, 50), corp.Recipe.paper(mlp=0.5, attn=0.5)).model
     features = Features()
     side_by_side(dense, [Contender(pruned, features=features)], batches)
-    assert features.ordered() == ["final", "blocks.0", "blocks.1"]
+    assert set(features.parts) == {"final", "blocks.0", "blocks.1"}
     with torch.no_grad():
         a, b = (torch.cat([model.forward_features(x) for x in batches]) for model in (dense, pruned))
     final = features.parts["final"]
@@ -170,8 +182,8 @@ def test_parts_of_other_shapes_are_named_not_compared() -> None:
 
 def test_models_come_back_in_the_mode_they_came_in() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).train()
-    score = compare(model, [model], [torch.randn(4, 3)])[0]
-    assert score.agreement == 1.0
+    (score,) = judged([model], Score, [torch.randn(4, 3)], model)
+    assert score.agreeing == 4
     assert model.training
     assert model[1].training
 

@@ -17,7 +17,7 @@ from corp.evaluate import language
 from corp.evaluate.language import IGNORED, NextTokens
 from corp.evaluate.sentences import Embeddings, pool, ranks, spearman, sts_spearman
 from corp.evaluate.tasks import run_tasks
-from corp.measure.intervals import PerToken
+from corp.measure.intervals import Mean
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_numbers_equal_those_of_plain_loops(case: tuple[Tensor, Tensor, Tensor])
     assert values["kl"] == pytest.approx(sum(kl) / n, rel=1e-5)
     assert values["agreement"] == pytest.approx(sum(agree) / n)
     assert 0 < sum(agree) < n  # else it would be too easy
-    assert metric.nll.sequences == 5
+    assert metric.nll.n == 5
 
 
 def test_chunks_make_no_difference(case: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_interval_over_sequences_covers_the_truth() -> None:
         # Tokens of a sequence share its own level, so 30 sequences are 30 samples however long they are.
         tokens = torch.randint(5, 50, (30,), generator=draw)
         levels = 2 + torch.randn(30, generator=draw)
-        mean = PerToken()
+        mean = Mean()
         mean.add(levels * tokens, tokens)
         _, low, high = mean.interval()
         hits += low <= 2 <= high  # type: ignore[operator]

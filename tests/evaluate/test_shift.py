@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import CorpError, Recipe
-from corp.report.shifts import Shift, SiteShift
+from corp.evaluate.shift_result import Shift, SiteShift
 from tests.contract import test_hf_rotary as rotary
 from tests.contract.test_adapters import hidden_output, logit_errors
 from tests.helpers.models import batches, build

@@ -6,6 +6,7 @@ import json as json_
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
+from xml.etree.ElementTree import Element
 
 import typer
 
@@ -17,6 +18,7 @@ from corp.errors import DataError
 from corp.evaluate.redundancy import Analysis, Row
 from corp.evaluate.redundancy import analyze as measure
 from corp.files import new_folder, refuse_existing
+from corp.report import pictures, svg
 from corp.sites import Sites
 from corp.tables import write_csv
 
@@ -96,30 +98,33 @@ def _cells(row: Row) -> list[str]:
 
 
 def _write(out: Path, analysis: Analysis, content: dict[str, Any], *, title: str, overwrite: bool) -> None:
-    from corp.report.plots import redundancy_chart  # matplotlib is imported only when a picture is asked for
-
     with new_folder(out, overwrite=overwrite) as folder:
         (folder / DATA).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
         write_csv(folder / TABLE, content["rows"], first="site")
-        redundancy_chart(_curves(analysis.of("mlp")), _ranges(analysis), folder / PICTURE, title=title)
+        pictures.save_png(_picture(analysis, title), folder / PICTURE)
 
 
-def _curves(rows: list[Row]) -> dict[str, list[float]]:
-    """Shares per MLP, in the model's order."""
-    return {
+def _picture(analysis: Analysis, title: str) -> Element:
+    """Shares per MLP in the model's order; beside them the mean and range over heads per attention."""
+    rows = analysis.of("mlp")
+    curves = {
         "effective rank / width": [row.rank_ratio for row in rows],
         "95 % of variance: eigenvalues / width": [row.k95_eigenvalues / row.dim for row in rows],
         "95 % of variance: channels / width": [row.k95_channels / row.dim for row in rows],
         "activation sparsity": [row.sparsity or 0.0 for row in rows],
     }
+    mlps = [svg.Series(name, list(enumerate(shares))) for name, shares in curves.items()]
+    heads = [_range(analysis.of(what), name) for what, name in (("q", "queries"), ("k", "keys"))]
+    shown, x_shown = "{:.2g}".format, "{:g}".format
+    left = svg.line_chart(title, mlps, ("MLP, in the model's order", "share of the width"), shown, x_shown)
+    axes = "attention, in the model's order", "effective rank / width, mean and range over heads"
+    return svg.picture(title, left, svg.line_chart(title, heads, axes, shown, x_shown))
 
 
-def _ranges(analysis: Analysis) -> dict[str, list[tuple[float, float, float]]]:
-    """Effective rank over width of queries and of keys, per attention: (least, mean, most) of its heads."""
-    ranges: dict[str, list[tuple[float, float, float]]] = {}
-    for what, label in (("q", "queries"), ("k", "keys")):
-        by_site: dict[str, list[float]] = {}
-        for row in analysis.of(what):
-            by_site.setdefault(row.site, []).append(row.rank_ratio)
-        ranges[label] = [(min(r), sum(r) / len(r), max(r)) for r in by_site.values()]
-    return ranges
+def _range(rows: list[Row], name: str) -> svg.Series:
+    """Effective rank over width per attention: the mean over its heads as a line, their range as a band."""
+    sites: dict[str, list[float]] = {}
+    for row in rows:
+        sites.setdefault(row.site, []).append(row.rank_ratio)
+    ratios = list(enumerate(sites.values()))
+    return svg.Series(name, [(i, sum(r) / len(r)) for i, r in ratios], [(i, min(r), max(r)) for i, r in ratios])

@@ -12,10 +12,10 @@ import torch
 import typer
 from torch import nn
 
-from corp.calibration.batches import run
+from corp.calibration.batches import placement, run
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
-from corp.cli.contenders import Contender, explain, gather, home, placed
+from corp.cli.contenders import Contender, explain, gather
 from corp.cli.models import CAUSAL, ENCODER, kind_of
 from corp.cli.sources import sequence_length
 from corp.errors import CorpWarning, ModelError
@@ -67,7 +67,7 @@ def bench(
 
     Weights do not change the time: timm names and dense bases are built with random ones, nothing is downloaded.
     """
-    contenders = [placed(contender, device, dtype) for contender in gather(models)]
+    contenders = gather(models, device, dtype)
     if seq_len is not None and input is not None:
         raise ModelError("--seq-len and --input both say what goes in; give one")
     for contender in contenders:
@@ -80,7 +80,8 @@ def bench(
     gains = [compare(measured[0], other) for other in measured[1:]]
     pairs = zip(contenders[1:], measured[1:], gains, strict=True)
     causes = [text for c, m, g in pairs for text in explain(c, m.times, g)]
-    settings = {"device": str(home(contenders[0])), "dtype": dtype, "threads": used, "batch": batch, "rounds": rounds}
+    where = str(placement(contenders[0].model)[0])
+    settings = {"device": where, "dtype": dtype, "threads": used, "batch": batch, "rounds": rounds}
     if json:
         entries = [m.to_dict() for m in measured]
         for entry, gain in zip(entries[1:], gains, strict=True):
@@ -139,17 +140,9 @@ def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rou
         ]
         single = timing.interleave(calls[1], rounds=rounds, repeats=LATENCY_CALLS)
         batched = timing.interleave(calls[batch], rounds=rounds)
-    except (
-        RuntimeError,
-        AssertionError,
-        TypeError,
-        IndexError,
-        ModelError,
-    ) as error:  # what torch and the libraries raise for an input that does not fit
-        first = str(error).splitlines()[0]
-        raise ModelError(
-            f"a forward pass over {batch} samples of {'x'.join(map(str, shape))} failed: {first}"
-        ) from error
+    except (RuntimeError, AssertionError, TypeError, IndexError, ModelError) as error:  # an input that does not fit
+        what, first = "x".join(map(str, shape)), str(error).splitlines()[0]
+        raise ModelError(f"a forward pass over {batch} samples of {what} failed: {first}") from error
     found = zip(contenders, sizes, single, batched, strict=True)
     tokens = shape[0] if takes_texts(contenders[0].model) else None
     return [Measured(c.name, size, timing.Times(batch, one, many), tokens) for c, size, one, many in found]
@@ -203,18 +196,10 @@ def _show(measured: list[Measured], gains: list[timing.Gain], settings: dict[str
 
 def _size_row(measured: Measured) -> list[str]:
     sizes, times = measured.sizes, measured.times
-    cells = [f"{sizes.params / 1e6:.3f} M", f"{sizes.macs / 1e9:.3f} G", f"{sizes.disk / 2**20:.1f} MB"]
-    cells.append(f"{(sizes.weights + sizes.activations) / 2**20:.1f} MB")
-    latency = timing.summarize(times.single)
-    return [
-        measured.name,
-        *cells,
-        f"{1e3 * latency.p50:.2f} ms",
-        f"{1e3 * latency.p95:.2f} ms",
-        f"{1 / times.together:.1f} /s"
-        if measured.tokens is None
-        else f"{measured.tokens / times.together:.0f} tokens/s",
-    ]
+    latency, tokens, memory = timing.summarize(times.single), measured.tokens, sizes.weights + sizes.activations
+    rate = f"{1 / times.together:.1f} /s" if tokens is None else f"{tokens / times.together:.0f} tokens/s"
+    cells = [measured.name, f"{sizes.params / 1e6:.3f} M", f"{sizes.macs / 1e9:.3f} G", f"{sizes.disk / 2**20:.1f} MB"]
+    return [*cells, f"{memory / 2**20:.1f} MB", f"{1e3 * latency.p50:.2f} ms", f"{1e3 * latency.p95:.2f} ms", rate]
 
 
 def _gain_row(name: str, gain: timing.Gain) -> list[str]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
+from corp.calibration.batches import placement
 from corp.cli import options as o
 from corp.errors import CorpError, ModelError
 from corp.measure import timing
@@ -31,8 +31,8 @@ class Contender:
     dense_widths: dict[str, int]
 
 
-def gather(names: list[str]) -> list[Contender]:
-    """The models by name; before a lone pruned folder goes its dense base."""
+def gather(names: list[str], device: str, dtype: str) -> list[Contender]:
+    """The models by name, placed; a lone pruned folder comes after its dense base."""
     if len(names) == 1 and (Path(names[0]) / storage.MANIFEST).is_file():
         folder = Path(names[0])
         try:
@@ -41,22 +41,15 @@ def gather(names: list[str]) -> list[Contender]:
             raise ModelError(
                 f"{error}. To time it against another model give both: corp bench DENSE {folder}"
             ) from error
-        return [Contender("dense base", base.eval(), {}), _contender(names[0])]
-    return [_contender(name) for name in names]
+        dense = Contender("dense base", o.place(base.eval(), device, dtype), {})
+        return [dense, _contender(names[0], device, dtype)]
+    return [_contender(name, device, dtype) for name in names]
 
 
-def _contender(name: str) -> Contender:
+def _contender(name: str, device: str, dtype: str) -> Contender:
     model = o.load_model(name, None, pretrained=False)
     before = {site.name: site.width for plan in reversed(history(model)) for site in plan.sites}
-    return Contender(name, model, before)
-
-
-def placed(contender: Contender, device: str, dtype: str) -> Contender:
-    return Contender(contender.name, o.place(contender.model, device, dtype), contender.dense_widths)
-
-
-def home(contender: Contender) -> torch.device:
-    return next(contender.model.parameters()).device
+    return Contender(name, o.place(model, device, dtype), before)
 
 
 def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:
@@ -80,7 +73,7 @@ def _unequal_widths(contender: Contender, narrow: list[tuple[AttentionSite, int]
     """What surgery.attention.attend has to do for values of another width than queries and keys."""
     if not narrow:
         return
-    on_cuda = home(contender).type == "cuda"
+    on_cuda = placement(contender.model)[0].type == "cuda"
     does = "the flash kernel wants equal widths, so the slower memory-efficient one runs"
     pads = "the fused kernel wants equal widths, so the narrower are padded and their product costs what it did"
     (first, values), *_ = narrow

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from corp import __version__, api
 from corp.cli import options as o
 from corp.cli.console import Console, command, note, progress, show_json, show_table
-from corp.cli.report import DEMO_LABELS, demo_study
+from corp.cli.report import demo_study
 from corp.data import digits
 from corp.files import new_folder, refuse_existing
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
-from corp.report.html import Run, page
+from corp.report import pictures, svg
+from corp.report.html import Run, Study, page
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
 COMPENSATIONS = ("none", "mean", "full")
@@ -55,8 +56,9 @@ def demo(
     content = {"model": "digits-vit", "images": len(data.test_images), "dense": dense, "rows": rows}
     with new_folder(out, overwrite=overwrite) as folder:
         (folder / "demo.json").write_text(jsonlib.dumps(content, indent=1) + "\n", encoding="utf-8")
-        (folder / "report.html").write_text(page(runs, [demo_study(content)]), encoding="utf-8")
-        pictured = _picture(content, folder / "demo.png")
+        study = demo_study(content)
+        (folder / "report.html").write_text(page(runs, [study]), encoding="utf-8")
+        pictured = _picture(study, folder)
     if json:
         show_json(content)
         return
@@ -79,17 +81,11 @@ def _show(content: dict[str, Any]) -> None:
     show_table(f"accuracy on {content['images']} unseen handwritten digits, no training after pruning", columns, rows)
 
 
-def _picture(content: dict[str, Any], path: Path) -> bool:
-    """The curve, where matplotlib is there to draw it."""
+def _picture(study: Study, folder: Path) -> bool:
+    """Draw the curves, if matplotlib is there for the PNG."""
+    title = "A small ViT on handwritten digits, pruned without training"
     try:
-        from corp.report import plots
+        pictures.save(svg.picture(title, study.charts[0].figure().drawing), folder / "demo")
     except ModuleNotFoundError:
         return False
-    curves = {
-        label: [(0.0, content["dense"]), *((row["sparsity"], row[key]) for row in content["rows"])]
-        for key, label in DEMO_LABELS.items()
-    }
-    title = "A small ViT on handwritten digits, pruned without training"
-    what = "removed of MLP channels and Q/K dimensions"
-    plots.save(plots.line_chart(curves, title=title, x=what, y="top-1 accuracy", x_percent=True), path)
     return True

@@ -16,8 +16,8 @@ from corp.cli.console import progress, show_table
 from corp.cli.options import Source, calibrated
 from corp.errors import CorpWarning, DataError
 from corp.evaluate.shift import measure_shift
+from corp.evaluate.shift_result import COLUMNS, Shift
 from corp.planning.plan import Plan
-from corp.report.shifts import COLUMNS, Shift
 
 DeployData = Annotated[
     list[Path] | None,

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
 from corp.cli.models import classes_of, preprocessing_of
+from corp.cli.rows import Row, known_of
 from corp.errors import DataError, ModelError
 from corp.evaluate.classify import Score
 from corp.evaluate.features import FINAL, Features
 from corp.evaluate.run import Contender, side_by_side
 from corp.measure.cost import count_params
-from corp.measure.intervals import Interval
 
-if TYPE_CHECKING:
-    from corp.data.images import ImageBatches
-
-ALONE, COMPARED = ("top1", "top5"), ("top1_difference", "agreement", "kl")
+NUMBERS = ("top1", "top5", "top1_difference", "agreement", "kl")
 COLUMNS = ("model", "params", "top-1 %", "top-5 %", "top-1 − dense", "agreement %", "KL from dense")
-
-
-@dataclass
-class Row:
-    """A model, under the name it was given, and what is measured of it."""
-
-    name: str
-    model: nn.Module
-    score: Score | None
-    features: Features | None
-
-    def measured(self) -> dict[str, Interval | None]:
-        """The numbers; of the dense model itself only its accuracy: that it agrees with itself is no news."""
-        intervals = self.score.intervals() if self.score else {}
-        known = ALONE if self.features is None else (*ALONE, *COMPARED)
-        return {name: intervals.get(name) if name in known else None for name in (*ALONE, *COMPARED)}
-
-    def to_dict(self) -> dict[str, Any]:
-        numbers = {name: interval and interval.to_dict() for name, interval in self.measured().items()}
-        parts = self.features.parts if self.features else {}
-        likeness = {part: {"cosine": x.cosine, "relative_error": x.relative_error} for part, x in parts.items()}
-        final, unlike = likeness.pop(FINAL, None), self.features.unlike if self.features else {}
-        features = {"final": final, "blocks": likeness, "not_compared": unlike} if self.features else None
-        return {"model": self.name, "params": count_params(self.model), **numbers, "features": features}
 
 
 def evaluate_images(
@@ -64,26 +35,31 @@ def evaluate_images(
     from corp.data.labels import LabelledBatches
 
     paths = choose(list_images(data), samples, seed)
-    rows = _rows(loaded)
-    reference = rows[0] if len(rows) > 1 else None
-    found = find_labels(labels, data, rows[0].name, rows[0].model)
-    if found is None and reference is None:
-        raise DataError(
-            f"nothing to measure: {rows[0].name} has neither labels nor another model to go by; give --dense"
-        )
-    images = ImageBatches(paths, _preprocessing(rows), batch_size=batch_size or 32, max_bad=max_bad)
-    _measure(rows, reference, images if found is None else LabelledBatches(images, found), images)
+    contenders = _contenders(loaded)
+    first, alone = next(iter(loaded)), len(loaded) == 1
+    dense = loaded[first]
+    found = find_labels(labels, data, first, dense)
+    if found is None and alone:
+        raise DataError(f"nothing to measure: {first} has neither labels nor a model to compare with; give --dense")
+    images = ImageBatches(paths, _preprocessing(loaded), batch_size=batch_size or 32, max_bad=max_bad)
+    batches = images if found is None else LabelledBatches(images, found)
+    with progress(f"evaluating on {placement(dense)[0]}", images.samples, "images") as advance:
+        side_by_side(None if alone else dense, contenders, batches, advance)
+    for path, reason in images.bad:
+        note(f"skipped {path}: {reason}")
+    rows = [_row(name, contender) for name, contender in zip(loaded, contenders, strict=True)]
     content = {
         "data": {"folders": [str(folder) for folder in data], "images": images.samples - len(images.bad)},
         "seed": seed,
         "labelled": found is not None,
-        "dense": reference and reference.name,
+        "dense": None if alone else first,
         "models": [row.to_dict() for row in rows],
     }
     return content, rows
 
 
-def _rows(loaded: dict[str, nn.Module]) -> list[Row]:
+def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:
+    """Every model with what is measured of it; features of all but the first, which the others are compared with."""
     classes = {name: classes_of(model) for name, model in loaded.items()}
     if len(set(classes.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in classes.items())
@@ -91,13 +67,13 @@ def _rows(loaded: dict[str, nn.Module]) -> list[Row]:
     if 0 in classes.values():
         note("without a classifier only features are compared")
     return [
-        Row(name, model, None if classes[name] == 0 else Score(), Features() if i else None)
+        Contender(model, None if classes[name] == 0 else Score(), Features() if i else None)
         for i, (name, model) in enumerate(loaded.items())
     ]
 
 
 def find_labels(labels: str | None, folders: list[Path], name: str, model: nn.Module) -> dict[Path, int] | None:
-    """The class of every image, as --labels says or as the folders tell; None where there is nothing to go by."""
+    """The class of every image, from --labels or the names of folders and files; None if they say nothing."""
     from corp.data import labels as known
 
     classes = classes_of(model)
@@ -113,16 +89,17 @@ def find_labels(labels: str | None, folders: list[Path], name: str, model: nn.Mo
     return found
 
 
-def _preprocessing(rows: list[Row]) -> Any:
+def _preprocessing(loaded: dict[str, nn.Module]) -> Any:
     """The one transform of all the models: they share a pass over the data."""
-    transforms = [preprocessing_of(row.name, row.model) for row in rows]
-    for row, transform in zip(rows, transforms, strict=True):
-        if _line(transform) != _line(transforms[0]):
+    transforms = {name: preprocessing_of(name, model) for name, model in loaded.items()}
+    first = next(iter(loaded))
+    for name, transform in transforms.items():
+        if _line(transform) != _line(transforms[first]):
             raise ModelError(
-                f"{row.name} wants its images prepared otherwise than {rows[0].name} "
-                f"({_line(transform)} against {_line(transforms[0])}); evaluate them apart"
+                f"{name} wants its images prepared otherwise than {first} "
+                f"({_line(transform)} against {_line(transforms[first])}); evaluate them apart"
             )
-    return transforms[0]
+    return transforms[first]
 
 
 def _line(transform: Any) -> str:
@@ -130,44 +107,28 @@ def _line(transform: Any) -> str:
     return " ".join(str(transform).translate(str.maketrans("[]", "()")).split())
 
 
-def _measure(rows: list[Row], reference: Row | None, batches: Iterable[Any], images: ImageBatches) -> None:
-    contenders = [Contender(row.model, row.score, row.features) for row in rows]
-    with progress(f"evaluating on {placement(rows[0].model)[0]}", images.samples, "images") as advance:
-        side_by_side(reference.model if reference else None, contenders, batches, advance)
-    for path, reason in images.bad:
-        note(f"skipped {path}: {reason}")
-    for row in rows:
-        if row.features and row.features.unlike:
-            part, reason = next(iter(row.features.unlike.items()))
-            note(f"{row.name}: {len(row.features.unlike)} part(s) cannot be compared, such as {part}: {reason}")
+def _row(name: str, contender: Contender) -> Row:
+    intervals = contender.metric.intervals() if isinstance(contender.metric, Score) else {}
+    numbers = known_of(intervals, NUMBERS, NUMBERS[:2] if contender.features is None else NUMBERS)
+    extra: dict[str, Any] = {"features": None}
+    if contender.features is not None:
+        parts, unlike = contender.features.parts, contender.features.unlike
+        likeness = {part: {"cosine": x.cosine, "relative_error": x.relative_error} for part, x in parts.items()}
+        extra["features"] = {"final": likeness.pop(FINAL, None), "blocks": likeness, "not_compared": unlike}
+        for part, reason in list(unlike.items())[:1]:
+            note(f"{name}: {len(unlike)} part(s) cannot be compared, such as {part}: {reason}")
+    return Row(name, count_params(contender.model), numbers, extra)
 
 
 def show_images(content: dict[str, Any], rows: list[Row]) -> None:
-    show_table(f"{content['data']['images']} images, 95 % intervals", COLUMNS, [_cells(row) for row in rows])
-    compared = [row for row in rows if row.features and row.features.parts]
-    if compared:
-        parts = list(dict.fromkeys(part for row in compared if row.features for part in row.features.ordered()))
-        lines = [[part, *(_likeness(row, part) for row in compared)] for part in parts]
-        show_table("features against dense: cosine / relative error", ["output of", *(r.name for r in compared)], lines)
+    show_table(f"{content['data']['images']} images, 95 % intervals", COLUMNS, [row.cells() for row in rows])
+    found = {row.name: row.extra["features"] for row in rows if row.extra["features"]}
+    likeness = {name: {FINAL: parts["final"], **parts["blocks"]} for name, parts in found.items()}
+    parts = dict.fromkeys(part for known in likeness.values() for part, value in known.items() if value)
+    if parts:
+        lines = [[part, *(_likeness(known.get(part)) for known in likeness.values())] for part in parts]
+        show_table("features against dense: cosine / relative error", ["output of", *likeness], lines)
 
 
-def _cells(row: Row) -> list[str]:
-    *shares, kl = row.measured().values()
-    return [row.name, f"{count_params(row.model) / 1e6:.3f} M", *map(percent, shares), plus_minus(kl)]
-
-
-def percent(interval: Interval | None) -> str:
-    if interval is None or interval.low is None or interval.high is None:
-        return "–"
-    return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-
-
-def plus_minus(interval: Interval | None) -> str:
-    if interval is None:
-        return "–"
-    return f"{interval.value:.4f}" + ("" if interval.high is None else f" ± {interval.high - interval.value:.4f}")
-
-
-def _likeness(row: Row, part: str) -> str:
-    likeness = row.features.parts.get(part) if row.features else None
-    return f"{likeness.cosine:.4f} / {likeness.relative_error:.4f}" if likeness else "–"
+def _likeness(found: dict[str, float] | None) -> str:
+    return f"{found['cosine']:.4f} / {found['relative_error']:.4f}" if found else "–"

@@ -15,10 +15,9 @@ from corp.errors import StorageError
 from corp.evaluate.sweep import RESULT
 from corp.files import file_in, read_json, write_text
 from corp.planning.plan import Plan
-from corp.report.elements import Cell
-from corp.report.html import Chart, Run, Study, page
+from corp.report.html import Cell, Chart, Run, Study, page
 from corp.report.svg import Series
-from corp.report.sweeps import METRICS, lines, number
+from corp.report.sweeps import METRICS, decimals, lines, number, percents
 from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
 
 DEMO = "demo.json"
@@ -29,8 +28,7 @@ WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp swee
 @command
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of corp prune, corp sweep and corp demo.", show_default=False),
+        list[Path], typer.Argument(help="Folders of corp prune, corp sweep and corp demo.", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     overwrite: o.Overwrite = False,
@@ -89,7 +87,7 @@ def sweep_study(name: str, rows: Any) -> Study:
     if not known:
         raise StorageError(f"{name} does not hold corp sweep's rows; give {WANTED}")
     charts = [
-        Chart(shown.title, shown.axis, series, _percents if shown.share else _decimals)
+        Chart(shown.title, shown.axis, series, percents if shown.share else decimals)
         for metric, shown in METRICS.items()
         if (series := [Series(label, points) for label, points in lines(rows, metric).items()])
     ]
@@ -109,7 +107,7 @@ def demo_study(content: Mapping[str, Any]) -> Study:
     for key, label in DEMO_LABELS.items():
         points = [(number(row.get("sparsity")), number(row.get(key))) for row in rows]
         series.append(Series(label, [(0.0, dense), *((x, y) for x, y in points if x is not None and y is not None)]))
-    chart = Chart("Accuracy without any training after pruning", "top-1 accuracy", series, _percents)
+    chart = Chart("Accuracy without any training after pruning", "top-1 accuracy", series, percents)
     columns = ("sparsity", "params", "macs", *DEMO_LABELS)
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     counted = f"{content.get('model')}: accuracy on {content.get('images')} unseen images; dense {dense:.1%}."
@@ -121,11 +119,3 @@ def _cell(value: object) -> Cell:
     if known is None:
         return (None, "–") if value is None else str(value)
     return known, f"{known:.4f}" if isinstance(value, float) else str(value)
-
-
-def _percents(value: float) -> str:
-    return f"{value:.0%}" if value >= 0.1 or value == 0 else f"{value:.1%}"
-
-
-def _decimals(value: float) -> str:
-    return f"{value:.3g}"

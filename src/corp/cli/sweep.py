@@ -20,15 +20,15 @@ from corp.cli import eval_text
 from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.eval_images import find_labels
-from corp.cli.models import CAUSAL, IMAGE, kind_of, tokenizer_of
+from corp.cli.models import IMAGE, kind_of, tokenizer_of
 from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
-from corp.evaluate.run import Contender, side_by_side
+from corp.evaluate.run import judged
 from corp.evaluate.sweep import Grid, Row, Sweep
 from corp.measure.intervals import Interval
-from corp.recipe import KINDS, Recipe
+from corp.recipe import KINDS
 from corp.report.sweeps import draw
 from corp.sites import fingerprint
 from corp.tables import write_csv
@@ -165,30 +165,21 @@ def _identity(batches: Any) -> list[Any]:
 def _run(
     run: Sweep, source: o.Source, stats: Statistics | None, batches: Any, sizes: list[int], settings: Settings
 ) -> dict[int, float | None]:
-    """All cases; the seconds that calibrating on so many samples took, where that is known."""
+    """Run all cases; return the seconds that calibrating on each number of samples took, where that is known."""
+    every: list[tuple[Statistics, float | None]] = []
     if stats is not None:
-        _sweep(run, run.recipes, stats)
-        return {stats.samples: None}
-    assert run.folder is not None
-    calibration: dict[int, float | None] = {}
-    origin = {
-        "model": source.model,
-        "data": [str(path) for path in source.calib],
-        "seed": source.seed,
-        "preprocessing": batches.describe(),
-    }
-    options: dict[str, Any] = {"seed": source.seed, "origin": origin, "settings": settings}
-    with progress("calibrating", sizes[-1], "samples") as advance, without_cache(run.dense):
-        every = list(sweeping.statistics_of_sizes(run.dense, batches, sizes, run.folder, **options, progress=advance))
-    for part, seconds in every:
-        calibration[part.samples] = seconds
-        _sweep(run, run.recipes, part)
-    return calibration
-
-
-def _sweep(run: Sweep, recipes: Sequence[Recipe], stats: Statistics) -> None:
-    with progress(f"sweeping ({stats.samples} samples)", len(recipes), "recipes") as advance:
-        run.run(stats, advance)
+        every = [(stats, None)]
+    elif run.folder is not None:
+        data, how = [str(path) for path in source.calib], batches.describe()
+        origin = {"model": source.model, "data": data, "seed": source.seed, "preprocessing": how}
+        options: dict[str, Any] = {"seed": source.seed, "origin": origin, "settings": settings}
+        with progress("calibrating", sizes[-1], "samples") as advance, without_cache(run.dense):
+            parts = sweeping.statistics_of_sizes(run.dense, batches, sizes, run.folder, **options, progress=advance)
+            every = list(parts)
+    for part, _ in every:
+        with progress(f"sweeping ({part.samples} samples)", len(run.recipes), "recipes") as advance:
+            run.run(part, advance)
+    return {part.samples: seconds for part, seconds in every}
 
 
 def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
@@ -200,14 +191,12 @@ def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: st
     if labels is not None:
         raise DataError("--labels are for images; texts have none")
     options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    tokenizer = tokenizer_of(source.model, source.text.tokenizer)
-    batches = eval_text.text_batches(dense, tokenizer, kind, options)
-    judge: Any = eval_text.perplexities if kind == CAUSAL else eval_text.likenesses
+    batches = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, options)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
         others = [model for model in models if model is not dense]
-        judged = judge({str(i): model for i, model in enumerate([dense, *others])}, batches)
-        return [_measured(metric.intervals()) for metric in judged[len(judged) - len(models) :]]
+        metrics = eval_text.judge(kind, [dense, *others], batches)
+        return [_measured(metric.intervals()) for metric in metrics[-len(models) :]]
 
     return Judge(evaluate, batches)
 
@@ -216,19 +205,11 @@ def _on_images(dense: nn.Module, source: o.Source, data: list[Path], labels: str
     from corp.data.images import list_images
     from corp.data.labels import LabelledBatches
 
-    count = samples or len(list_images(data))
-    images = o.image_batches(
-        dense, data, count, source.seed, source.batch_size or IMAGE_BATCH, source.max_bad, name=source.model
-    )
+    count, size = samples or len(list_images(data)), source.batch_size or IMAGE_BATCH
+    images = o.image_batches(dense, data, count, source.seed, size, source.max_bad, name=source.model)
     found = find_labels(labels, data, source.model, dense)
     batches = images if found is None else LabelledBatches(images, found)
-
-    def evaluate(models: Sequence[nn.Module]) -> list[Row]:
-        scores = [Score() for _ in models]
-        side_by_side(dense, [Contender(m, s) for m, s in zip(models, scores, strict=True)], batches)
-        return [_measured(score.intervals()) for score in scores]
-
-    return Judge(evaluate, images)
+    return Judge(lambda models: [_measured(s.intervals()) for s in judged(models, Score, batches, dense)], images)
 
 
 def _measured(intervals: dict[str, Interval | None]) -> Row:
@@ -242,9 +223,8 @@ def _measured(intervals: dict[str, Interval | None]) -> Row:
 
 def _write(folder: Path, content: dict[str, Any]) -> None:
     (folder / sweeping.RESULT).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
-    rows = content["rows"]
-    write_csv(folder / TABLE, rows, first="samples")
-    draw(rows, content["dense"], folder, content["model"])
+    write_csv(folder / TABLE, content["rows"], first="samples")
+    draw(content["rows"], content["dense"], folder, content["model"])
 
 
 def _show(content: dict[str, Any]) -> None:
@@ -255,20 +235,13 @@ def _show(content: dict[str, Any]) -> None:
     told = ", ".join(f"{name} {rows[0][name]}" for name in SHOWN if name in same)
     cells = [first, *([_cell(row.get(column)) for column in columns] for row in rows)]
     show_table(f"{content['model']}: {told}", columns, cells)
-    runtime = content["runtime"]
     names = ("samples", "calibrate", "rank", "compensate", "plan")
-    cells = [[str(part["samples"]), *(_seconds(part[name]) for name in names[1:])] for part in runtime]
+    cells = [[_cell(part[name], 2) for name in names] for part in content["runtime"]]
     show_table("seconds (plan: ranking and all predictions)", names, cells)
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _cell(value: Any, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def parse_range(text: str) -> list[float]:

@@ -17,17 +17,8 @@ from corp.errors import CorpError
 
 WEIGHTS_PATH = Path(__file__).with_name("digits_vit.safetensors")
 
-MODEL_ARGS: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 2,
-    "in_chans": 1,
-    "num_classes": 10,
-    "embed_dim": 80,
-    "depth": 6,
-    "num_heads": 4,
-    "mlp_ratio": 4.0,
-    "qkv_bias": True,
-}
+MODEL_ARGS: dict[str, Any] = {"img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}
+MODEL_ARGS |= {"embed_dim": 80, "depth": 6, "num_heads": 4, "mlp_ratio": 4.0, "qkv_bias": True}
 """Keyword arguments of timm's VisionTransformer: 16 patches and a class token, heads of 20 dimensions."""
 
 _TEST_IMAGES = 500
@@ -39,20 +30,16 @@ _PIXEL_STD = 6.02
 
 
 class Split(NamedTuple):
-    """What pruning may look at (unlabelled training images) and what it is judged on (held-out images)."""
-
-    calibration_images: Tensor
-    test_images: Tensor
-    test_labels: Tensor
-
-
-class LabelledSplit(NamedTuple):
-    """The same division with the training labels, which only training the model needs."""
+    """Images to train and calibrate on, and held-out ones to judge with; only training looks at `train_labels`."""
 
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
+
+    @property
+    def calibration_images(self) -> Tensor:
+        return self.train_images
 
 
 def build_model() -> nn.Module:
@@ -80,13 +67,7 @@ def load_model() -> nn.Module:
 
 
 def load_split() -> Split:
-    """Return the calibration and test images; the split is the one the shipped weights were trained with."""
-    split = load_labelled_split()
-    return Split(split.train_images, split.test_images, split.test_labels)
-
-
-def load_labelled_split() -> LabelledSplit:
-    """Divide the 1797 digits into 1297 for training and 500 for testing, the same way every time.
+    """Divide the 1797 digits into 1297 for training and 500 for testing, as the shipped weights were trained.
 
     Images are float32 of shape (N, 1, 8, 8), normalised; labels are int64. The split is stratified by digit.
     """
@@ -99,15 +80,11 @@ def load_labelled_split() -> LabelledSplit:
     train_x, test_x, train_y, test_y = train_test_split(
         digits.images, digits.target, test_size=_TEST_IMAGES, random_state=_SPLIT_SEED, stratify=digits.target
     )
-    return LabelledSplit(_as_images(train_x), _as_labels(train_y), _as_images(test_x), _as_labels(test_y))
+    return Split(_as_images(train_x), torch.as_tensor(train_y), _as_images(test_x), torch.as_tensor(test_y))
 
 
 def _as_images(pixels: Any) -> Tensor:
     return (torch.as_tensor(pixels, dtype=torch.float32).unsqueeze(1) - _PIXEL_MEAN) / _PIXEL_STD
-
-
-def _as_labels(labels: Any) -> Tensor:
-    return torch.as_tensor(labels, dtype=torch.int64)
 
 
 def _missing(package: str) -> CorpError:

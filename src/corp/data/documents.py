@@ -5,14 +5,13 @@ Only positions are remembered, not texts: a file may be larger than memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from corp.data.files import JsonLines, PlainText
+from corp.data.files import JsonLines, PlainText, files_below
 from corp.data.tables import Parquet, SavedDataset, Table
 from corp.errors import DataError
 
@@ -40,10 +39,7 @@ def open_documents(paths: Sequence[str | Path], *, field: str, lines: bool, piec
     lines   a plain text without separators is one document per line; else it is one document, read in
             pieces of about `piece` bytes
     """
-    found: list[Documents] = []
-    for path in map(Path, paths):
-        for file in _files(path):
-            found.append(_open(file, field, lines, piece))
+    found = [_open(file, field, lines, piece) for path in paths for file in _files(Path(path))]
     if not sum(map(len, found)):
         raise DataError(f"there is no text in {', '.join(map(str, paths))}")
     return found
@@ -75,21 +71,9 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"there is no file or folder {path}")
-    if _is_dataset(path):
+    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return [path]
-    found = sorted(
-        Path(parent, name)
-        for parent, _, names in os.walk(path, followlinks=True)
-        for name in names
-        if os.path.splitext(name)[1].lower() in SUFFIXES
-    )
-    if not found:
-        raise DataError(f"no texts under {path} (looked for {', '.join(sorted(SUFFIXES))}, any nesting)")
-    return found
-
-
-def _is_dataset(path: Path) -> bool:
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    return files_below(path, SUFFIXES, "texts")
 
 
 def _open(path: Path, field: str, lines: bool, piece: int) -> Documents:

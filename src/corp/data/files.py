@@ -1,17 +1,27 @@
-"""Texts that are byte ranges of a file: plain text and lines of JSON."""
+"""Files below a folder, and texts that are byte ranges of a file: plain text and lines of JSON."""
 
 from __future__ import annotations
 
 import json
 import mmap
+import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
 from corp.errors import DataError
 
 SEPARATOR = b"<|endoftext|>"  # between the documents of a plain text, where there are any
+
+
+def files_below(folder: Path, suffixes: Set[str], what: str) -> list[Path]:
+    """The files with one of the suffixes, any nesting, sorted."""
+    found = [Path(parent, name) for parent, _, names in os.walk(folder, followlinks=True) for name in names]
+    found = sorted(path for path in found if path.suffix.lower() in suffixes)
+    if not found:
+        raise DataError(f"no {what} under {folder} (looked for {', '.join(sorted(suffixes))}, any nesting)")
+    return found
 
 
 class Ranges:
@@ -126,9 +136,10 @@ class JsonLines(Ranges):
         return value.encode("utf-8", "replace").decode()  # JSON can say half a surrogate pair, tokenizers cannot
 
 
-def no_field(where: str, field: str, there: list[str], value: Any, *, numbers: bool = False) -> DataError:
+def no_field(where: str, field: str, there: list[str], value: Any = None, *, numbers: bool = False) -> DataError:
+    """The error for a record without a text under `field`; `there` are the fields it has."""
     if field in there:
-        return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; --text-field names another")
+        return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; name another field")
     known = ", ".join(map(repr, there)) or "nothing"
     hint = "; without a header give the column's number, from 1" if numbers else ""
-    return DataError(f"{where} has no field {field!r}; it has {known}; --text-field says which holds the text{hint}")
+    return DataError(f"{where} has no field {field!r}; it has {known}; name the field that holds the text{hint}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from corp.data.files import files_below
 from corp.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
+THREADS = 2  # that decode ahead of the model
 MOST_PIXELS = 2**27  # 400 MB in RGB; no camera takes more, but a file of a few bytes may claim it
 Transform = Callable[[Image.Image], Tensor]
 
@@ -28,15 +29,7 @@ def list_images(folders: Sequence[str | Path]) -> list[Path]:
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise DataError(f"{folder} is not a folder of images")
-        here = sorted(
-            Path(parent, name)
-            for parent, _, names in os.walk(folder, followlinks=True)
-            for name in names
-            if os.path.splitext(name)[1].lower() in SUFFIXES
-        )
-        if not here:
-            raise DataError(f"no images under {folder} (looked for {', '.join(sorted(SUFFIXES))}, any nesting)")
-        found += here
+        found += files_below(folder, SUFFIXES, "images")
     return found
 
 
@@ -64,20 +57,14 @@ class ImageBatches(Iterable[Tensor]):
     """
 
     def __init__(
-        self,
-        paths: Sequence[Path],
-        transform: Transform,
-        *,
-        batch_size: int = 32,
-        max_bad: float = 0.05,
-        workers: int = 2,
+        self, paths: Sequence[Path], transform: Transform, *, batch_size: int = 32, max_bad: float = 0.05
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size}: must be at least 1")
         if not 0 <= max_bad <= 1:
             raise DataError(f"max_bad={max_bad}: must be a share between 0 and 1")
         self.paths, self.transform, self.batch_size = list(paths), transform, batch_size
-        self.max_bad, self.workers = max_bad, workers
+        self.max_bad = max_bad
         self.bad: list[tuple[Path, str]] = []
 
     @property
@@ -118,34 +105,39 @@ class ImageBatches(Iterable[Tensor]):
         indices = [index for index in range(len(starts)) if wanted(index)]
         seen = 0
         for index, images in zip(indices, self._decoded([starts[i] for i in indices]), strict=True):
-            good = [image for image in images if isinstance(image, Tensor)]
-            seen += len(good)
-            if good:
-                yield index, starts[index], torch.stack(good)
+            seen += len(images)
+            if images:
+                yield index, starts[index], torch.stack(images)
         if indices and seen == 0:
-            raise DataError(f"none of the {len(self.bad)} images can be decoded; the first: {_first(self.bad)}")
+            raise DataError(f"none of the {len(self.bad)} images can be decoded; the first: {self._first_bad()}")
 
-    def _decoded(self, starts: list[int]) -> Iterator[list[Tensor | str]]:
-        """The images of the batches at `starts`, in order, decoded up to two batches ahead of who takes them."""
-        waiting: deque[tuple[list[Path], list[Future[Tensor | str]]]] = deque()
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="corp-decode")
+    def _decoded(self, starts: list[int]) -> Iterator[list[Tensor]]:
+        """The readable images of the batches at `starts`, in order, decoded up to two batches ahead."""
+        waiting: deque[list[tuple[Path, Future[Tensor | str]]]] = deque()
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="corp-decode")
         try:
             for start in starts:
                 paths = self.paths[start : start + self.batch_size]
-                waiting.append((paths, [pool.submit(self._decode, path) for path in paths]))
+                waiting.append([(path, pool.submit(self._decode, path)) for path in paths])
                 if len(waiting) > 2:
-                    yield self._collected(*waiting.popleft())
+                    yield self._readable(waiting.popleft())
             while waiting:
-                yield self._collected(*waiting.popleft())
+                yield self._readable(waiting.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _collected(self, paths: list[Path], futures: list[Future[Tensor | str]]) -> list[Tensor | str]:
-        images = [future.result() for future in futures]
-        for path, image in zip(paths, images, strict=True):
-            if isinstance(image, str):
-                self._note_bad(path, image)
-        return images
+    def _readable(self, batch: list[tuple[Path, Future[Tensor | str]]]) -> list[Tensor]:
+        images = [(path, future.result()) for path, future in batch]
+        self.bad += [(path, image) for path, image in images if isinstance(image, str)]
+        if len(self.bad) > self.max_bad * len(self.paths):
+            raise DataError(
+                f"{len(self.bad)} of {len(self.paths)} images cannot be decoded, more than the allowed "
+                f"{self.max_bad:.0%}; the first: {self._first_bad()}"
+            )
+        return [image for _, image in images if isinstance(image, Tensor)]
+
+    def _first_bad(self) -> str:
+        return "{} ({})".format(*self.bad[0])
 
     def _decode(self, path: Path) -> Tensor | str:
         """The transformed image, or why there is none."""
@@ -154,16 +146,3 @@ class ImageBatches(Iterable[Tensor]):
         # Pillow raises almost anything on damaged files; whatever it is, the file is named and counted.
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-
-    def _note_bad(self, path: Path, reason: str) -> None:
-        self.bad.append((path, reason))
-        if len(self.bad) > self.max_bad * len(self.paths):
-            raise DataError(
-                f"{len(self.bad)} of {len(self.paths)} images cannot be decoded, more than the allowed "
-                f"{self.max_bad:.0%} (--max-bad); the first: {_first(self.bad)}"
-            )
-
-
-def _first(bad: list[tuple[Path, str]]) -> str:
-    path, reason = bad[0]
-    return f"{path} ({reason})"

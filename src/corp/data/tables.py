@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import csv
 import mmap
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from corp.data.files import Ranges, no_field
 from corp.errors import DataError
 
 
+def format_of(first: str) -> dict[str, Any]:
+    """How to read a table: a first line with tabs in it means tabs, and no quoting, whatever the file's name says."""
+    return {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if "\t" in first else {"delimiter": ","}
+
+
+def read_columns(
+    path: Path, names: Sequence[str], columns: Sequence[int]
+) -> tuple[Sequence[int], list[tuple[int, list[str]]]]:
+    """Where a small table has the columns of these names (without a header: `columns`), and its (line, cells)."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            rows = csv.reader(stream, **format_of(stream.readline()))
+            stream.seek(0)
+            found = [(rows.line_num, row) for row in rows if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as a table of {', '.join(names)}: {error}") from error
+    header = [cell.strip().lower() for cell in found[0][1]] if found else []
+    if set(names) <= set(header):
+        return [header.index(name) for name in names], found[1:]
+    return columns, found
+
+
 class Table(Ranges):
-    """Rows of a .csv or .tsv file. A first line with tabs in it means tabs, and no quoting, whatever the name says."""
+    """Rows of a .csv or .tsv file."""
 
     def __init__(self, path: Path, field: str) -> None:
         self._field = field
@@ -25,8 +48,7 @@ class Table(Ranges):
 
     def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
         first = content[: max(0, content.find(b"\n")) or len(content)]
-        tabs = b"\t" in first
-        self._format = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"delimiter": ","}
+        self._format = format_of(first.decode("latin-1"))
         place = [0]
 
         def lines() -> Iterator[str]:
@@ -53,7 +75,7 @@ class Table(Ranges):
             self._column = names.index(self._field)
             return True
         if not self._field.isdecimal() or not 1 <= int(self._field) <= len(names):
-            raise no_field(f"{self.path}, line 1", self._field, names, None, numbers=True)
+            raise no_field(f"{self.path}, line 1", self._field, names, numbers=True)
         self._column = int(self._field) - 1
         return False
 
@@ -69,51 +91,54 @@ class Table(Ranges):
         return cells[self._column]
 
 
-class Parquet:
-    """Rows of a parquet file; the last row group read is kept."""
+class Column:
+    """Texts in a column that a library reads."""
+
+    def __init__(self, path: Path, field: str, fields: list[str], count: int) -> None:
+        if field not in fields:
+            raise no_field(str(path), field, fields)
+        self.path, self._field, self._count = path, field, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def begins(self, _number: int) -> bool:
+        return True
+
+    def _value(self, number: int) -> Any:
+        raise NotImplementedError
+
+    def read(self, number: int) -> str:
+        value = self._value(number)
+        if value is not None and not isinstance(value, str):
+            raise no_field(f"{self.path}, row {number + 1}", self._field, [self._field], value)
+        return value or ""
+
+
+class Parquet(Column):
+    """Rows of a parquet file; the last row group read is kept. (`datasets` would copy the file to its cache first.)"""
 
     def __init__(self, path: Path, field: str) -> None:
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
             raise DataError(f"{path}: reading parquet takes pyarrow; pip install pyarrow") from None
-        self.path = path
-        try:
+        with _readable(path, "parquet"):
             self._file = parquet.ParquetFile(path)
-        except Exception as error:  # pyarrow's own kinds, which cannot be named without it
-            raise DataError(f"{path} cannot be read as parquet: {error}") from error
-        names = list(self._file.schema_arrow.names)
-        if field not in names:
-            raise no_field(str(path), field, names, None)
-        self._field = field
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
-        self._ends = torch.tensor(sizes).cumsum(0)
-        self._sizes = sizes
+        self._starts = [0, *accumulate(sizes)]
         self._held: tuple[int, Any] = (-1, None)
+        super().__init__(path, field, list(self._file.schema_arrow.names), sum(sizes))
 
-    def __len__(self) -> int:
-        return sum(self._sizes)
-
-    def begins(self, _number: int) -> bool:
-        return True
-
-    def _column(self, group: int) -> Any:
-        try:
-            return self._file.read_row_group(group, columns=[self._field]).column(0)
-        except Exception as error:  # a damaged file, in pyarrow's own kinds
-            raise DataError(f"{self.path} cannot be read as parquet: {error}") from error
-
-    def read(self, number: int) -> str:
-        group = int(torch.searchsorted(self._ends, number, right=True))
+    def _value(self, number: int) -> Any:
+        group = bisect_right(self._starts, number) - 1
         if self._held[0] != group:
-            self._held = (group, self._column(group))
-        value = self._held[1][number - int(self._ends[group]) + self._sizes[group]].as_py()
-        if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.path}, row {number + 1}: {self._field!r} holds a {type(value).__name__}, not text")
-        return value or ""
+            with _readable(self.path, "parquet"):
+                self._held = (group, self._file.read_row_group(group, columns=[self._field]).column(0))
+        return self._held[1][number - self._starts[group]].as_py()
 
 
-class SavedDataset:
+class SavedDataset(Column):
     """A folder that `datasets` saved (save_to_disk)."""
 
     def __init__(self, path: Path, field: str) -> None:
@@ -124,22 +149,17 @@ class SavedDataset:
         if (path / "dataset_dict.json").is_file():
             splits = sorted(part.name for part in path.iterdir() if (part / "dataset_info.json").is_file())
             raise DataError(f"{path} holds several splits; give one of them, e.g. {path / (splits or ['train'])[0]}")
-        try:
+        with _readable(path, "a datasets folder"):
             self._rows: Any = datasets.load_from_disk(str(path))
-        except Exception as error:  # whatever the library makes of a damaged folder
-            raise DataError(f"{path} cannot be read as a datasets folder: {error}") from error
-        self.path, self._field = path, field
-        if field not in self._rows.column_names:
-            raise no_field(str(path), field, list(self._rows.column_names), None)
+        super().__init__(path, field, list(self._rows.column_names), len(self._rows))
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def _value(self, number: int) -> Any:
+        return self._rows[number][self._field]
 
-    def begins(self, _number: int) -> bool:
-        return True
 
-    def read(self, number: int) -> str:
-        value = self._rows[number][self._field]
-        if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.path}, row {number + 1}: {self._field!r} holds a {type(value).__name__}, not text")
-        return value or ""
+@contextmanager
+def _readable(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the libraries have kinds of their own for damaged files
+        raise DataError(f"{path} cannot be read as {what}: {error}") from error

@@ -6,17 +6,18 @@ is kept is four bytes per token of those.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from corp.data.documents import drawn, in_order, open_documents
 from corp.errors import DataError
@@ -39,14 +40,19 @@ class Span(NamedTuple):
     scored: int
 
 
+@dataclass(eq=False)
 class TextBatches(Iterable[Batch]):
     """Batches {"input_ids", "attention_mask"} of (B, T) token ids, padded on the right where lengths differ."""
 
-    def __init__(self, ids: array[int], spans: Sequence[Span], *, pad: int, batch_size: int, description: str) -> None:
-        if batch_size < 1:
-            raise DataError(f"batch_size={batch_size}: must be at least 1")
-        self.ids = torch.frombuffer(ids, dtype=torch.int32) if len(ids) else torch.empty(0, dtype=torch.int32)
-        self.spans, self.pad, self.batch_size, self._description = list(spans), pad, batch_size, description
+    ids: Tensor  # (tokens,) int32
+    spans: Sequence[Span]
+    pad: int
+    batch_size: int
+    description: str
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size}: must be at least 1")
 
     @property
     def samples(self) -> int:
@@ -66,17 +72,12 @@ class TextBatches(Iterable[Batch]):
         return digest.hexdigest()
 
     def describe(self) -> str:
-        return self._description
+        return self.description
 
     def parts(self, sizes: Sequence[int], seed: int) -> list[TextBatches]:
         """Disjoint parts in an order drawn by `seed`; the first k together are sizes[k - 1] of these sequences."""
         order = random.Random(seed).sample(self.spans, len(self.spans))
-        made = []
-        for a, b in pairwise((0, *sizes)):
-            part = copy.copy(self)
-            part.spans = order[a:b]
-            made.append(part)
-        return made
+        return [replace(self, spans=order[a:b]) for a, b in pairwise((0, *sizes))]
 
     def __len__(self) -> int:
         return -(-len(self.spans) // self.batch_size)
@@ -104,13 +105,9 @@ class TextBatches(Iterable[Batch]):
         return ((batch, batch["attention_mask"]) for batch in self)
 
     def _batch(self, spans: Sequence[Span]) -> Batch:
-        width = max(span.end - span.start for span in spans)
-        ids = torch.full((len(spans), width), self.pad)
-        mask = torch.zeros_like(ids)
-        for row, span in enumerate(spans):
-            ids[row, : span.end - span.start] = self.ids[span.start : span.end]
-            mask[row, : span.end - span.start] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+        rows = [self.ids[span.start : span.end].long() for span in spans]
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return {"input_ids": pad_sequence(rows, batch_first=True, padding_value=self.pad), "attention_mask": mask}
 
 
 def packed(
@@ -265,7 +262,7 @@ def _batches(
     pad = next(token for token in fallbacks if token is not None)
     size = batch_size or max(1, TOKENS_PER_BATCH // max(1, length))
     description = f"{what}; {type(tokenizer).__name__} of {len(tokenizer)} tokens"
-    return TextBatches(ids, spans, pad=pad, batch_size=size, description=description)
+    return TextBatches(torch.frombuffer(ids or array("i", [pad]), dtype=torch.int32), spans, pad, size, description)
 
 
 def _check(**numbers: int | None) -> None:

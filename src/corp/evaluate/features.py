@@ -66,53 +66,37 @@ class Features:
         else:
             self.parts.setdefault(part, Likeness()).add(dense, other)
 
-    def ordered(self) -> list[str]:
-        """Blocks in the order they ran, the final representation first."""
-        return sorted(self.parts, key=lambda part: part != FINAL)
-
 
 @contextmanager
 def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
     """While inside, every block's output and the final representation go to `sink` during the model's own forward.
 
-    That is the output of timm's forward_features or of transformers' base_model. It is recorded rather than computed
-    again; models that have neither simply have no final representation.
+    The final representation is that of transformers' base_model, or of the norm that ends timm's forward_features;
+    models that have neither simply have none.
     """
-    handles = [
-        module.register_forward_hook(_hook(name, sink)) for name, module in model.named_modules() if BLOCK.search(name)
-    ]
-    base = getattr(model, "base_model", None)  # transformers': the model without its head
-    if isinstance(base, nn.Module):
-        handles.append(base.register_forward_hook(_hook(FINAL, sink)))
-    before, original = dict(vars(model)), getattr(model, "forward_features", None)
-    if callable(original):
-        vars(model)["forward_features"] = _recording(original, sink)
+    taps = {name: module for name, module in model.named_modules() if BLOCK.search(name)}
+    final = (
+        model.norm
+        if hasattr(model, "forward_features") and hasattr(model, "norm")
+        else getattr(model, "base_model", None)
+    )
+    if isinstance(final, nn.Module):
+        taps[FINAL] = final
+    handles = [module.register_forward_hook(_hook(name, sink)) for name, module in taps.items()]
     try:
         yield
     finally:
-        vars(model).pop("forward_features", None)
-        if "forward_features" in before:  # somebody's own, set on the instance
-            vars(model)["forward_features"] = before["forward_features"]
         for handle in handles:
             handle.remove()
 
 
 def _hook(name: str, sink: Sink) -> Callable[[nn.Module, Any, Any], None]:
-    return lambda _module, _inputs, output: _offer(name, output, sink)
-
-
-def _recording(function: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        output = function(*args, **kwargs)
-        _offer(FINAL, output, sink)
-        return output
-
-    return recorded
-
-
-def _offer(name: str, output: Any, sink: Sink) -> None:
     """Some blocks give (features, extras); what is not a tensor of tokens is nobody's representation."""
-    output = getattr(output, "last_hidden_state", output)
-    first = output[0] if isinstance(output, tuple) and output else output
-    if isinstance(first, Tensor) and first.dim() >= 2:
-        sink(name, first)
+
+    def offer(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        output = getattr(output, "last_hidden_state", output)
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor) and first.dim() >= 2:
+            sink(name, first)
+
+    return offer

@@ -8,22 +8,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from corp.data.text import IGNORED as IGNORED
 from corp.errors import DataError, ModelError
-from corp.measure.intervals import Interval, PerToken
+from corp.measure.closeness import CHUNK, compare_logits, logits_of, require_finite
+from corp.measure.intervals import Interval, Mean
 
-IGNORED = -100  # a target that is not scored
-CHUNK = 1 << 24  # logits compared at a time: copies of all logits of a batch would not fit for a large vocabulary
+AXES = ("texts", "tokens", "vocabulary")
 
 
 @dataclass
 class NextTokens:
     """Sums over the positions whose next token is judged; every number is a mean over those, per sequence."""
 
-    nll: PerToken = field(default_factory=PerToken)
-    more: PerToken = field(default_factory=PerToken)  # NLL beyond the dense model's
-    agreeing: PerToken = field(default_factory=PerToken)
-    divergence: PerToken = field(default_factory=PerToken)
+    nll: Mean = field(default_factory=Mean)
+    more: Mean = field(default_factory=Mean)  # NLL beyond the dense model's
+    agreeing: Mean = field(default_factory=Mean)
+    divergence: Mean = field(default_factory=Mean)
 
     @property
     def perplexity(self) -> float:
@@ -32,8 +34,8 @@ class NextTokens:
 
     def add(self, output: Any, reference: Any = None, target: Tensor | None = None) -> None:
         """Logits (B, T, V) of the model and of the dense one; target (B, T), the next tokens."""
-        logits = _logits(output)
-        dense = None if reference is None else _logits(reference)
+        logits = logits_of(output, *AXES)
+        dense = None if reference is None else logits_of(reference, *AXES)
         if target is None:
             raise DataError("perplexity takes batches of (inputs, next tokens)")
         if dense is not None and dense.shape != logits.shape:
@@ -58,9 +60,9 @@ class NextTokens:
             raise DataError("no token was judged: every sequence is shorter than two tokens")
         compared = self.agreeing.tokens > 0
         return {
-            "perplexity": _exp(self.nll.interval()),
-            "perplexity_ratio": _exp(self.more.interval()) if compared else None,
-            "agreement": _share(self.agreeing.interval()) if compared else None,
+            "perplexity": self.nll.interval().map(exp),
+            "perplexity_ratio": self.more.interval().map(exp) if compared else None,
+            "agreement": self.agreeing.interval().map(lambda end: min(1.0, max(0.0, end))) if compared else None,
             "kl": self.divergence.interval() if compared else None,
         }
 
@@ -71,45 +73,20 @@ def _values(logits: Tensor, dense: Tensor | None, target: Tensor, rows: Tensor, 
     Without another model these are what a model has against itself: 0, 1 and 0.
     """
     step = max(1, CHUNK // logits.shape[-1])
-    parts = []
-    for start in range(0, len(rows), step):
-        at = rows[start : start + step], columns[start : start + step]
-        wanted = target[at][:, None]  # (n, 1)
-        log_q = _log_softmax(logits[at])  # (n, V)
-        nll = -log_q.gather(1, wanted)[:, 0]
+    parts = [torch.zeros(4, 0, dtype=torch.float64)]
+    for at in zip(rows.split(step), columns.split(step), strict=True):
+        q, nll = _nll(logits[at], target[at])
         if dense is None:
-            same = torch.zeros_like(nll)
-            parts.append(torch.stack([nll, same, same + 1, same]).cpu().double())
-            continue
-        log_p = _log_softmax(dense[at])
-        before = -log_p.gather(1, wanted)[:, 0]
-        agrees = (log_q.argmax(1) == log_p.argmax(1)).to(nll.dtype)
-        kl = (log_p.exp() * (log_p - log_q)).sum(1)
-        parts.append(torch.stack([nll, nll - before, agrees, kl]).cpu().double())
-    found = torch.cat(parts, 1) if parts else torch.zeros(4, 0, dtype=torch.float64)
-    if not bool(torch.isfinite(found).all()):
-        raise ModelError(f"the model gives values that are not finite in {logits.dtype}; try --dtype float32")
+            parts.append(torch.stack([nll, nll * 0, nll * 0 + 1, nll * 0]))
+        else:
+            p, before = _nll(dense[at], target[at])
+            parts.append(torch.stack([nll, nll - before, *compare_logits(q, p)]))
+    found = torch.cat(parts, 1)
+    require_finite(found, logits.dtype)
     return found
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
-
-
-def _logits(output: Any) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ModelError(
-            f"a language model's output is logits of shape (texts, tokens, vocabulary); this one gives {got}"
-        )
-    return logits.detach()
-
-
-def _exp(interval: Interval) -> Interval:
-    return Interval(*(None if end is None else exp(end) for end in interval))  # type: ignore[arg-type]
-
-
-def _share(interval: Interval) -> Interval:
-    value, low, high = interval
-    return Interval(value, low if low is None else max(0.0, low), high if high is None else min(1.0, high))
+def _nll(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (n, V) in float32 at least, and the NLL of their targets (n,) in float64 on the host."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide, cross_entropy(wide, target, reduction="none").cpu().double()

@@ -12,7 +12,7 @@ from corp.calibration.grams import Grams
 from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
-from corp.numerics.redundancy import Redundancy, inactivity, redundancy
+from corp.numerics.redundancy import inactivity, redundancy
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites
 
 FOLDED = "the per-sample Grams were folded into their Kronecker sums; calibrate on at most {limit} samples to have it"
@@ -71,12 +71,12 @@ def _inputs(site: LinearSite, stats: Statistics) -> Row:
     moments = stats.moments_of(site.name).total()
     _require_width(site, site.inputs, moments.width)
     sparsity = inactivity(moments.active_share) if isinstance(site, MLPSite) else None
-    return _row(site, site.kind, None, redundancy(moments.cov()), sparsity)
+    return Row(site.name, site.kind, None, *redundancy(moments.cov()), sparsity=sparsity)
 
 
 def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
     if site.rotary:
-        into.unavailable[site.name] = "they are turned by their positions, and only products of pairs are kept"
+        into.unavailable[site.name] = "they are rotated by their positions, and only products of pairs are kept"
         return
     sums = stats.grams_of(site.name)
     _require_width(site, site.width, sums.fit.width)
@@ -85,7 +85,7 @@ def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
         into.unavailable[site.name] = FOLDED.format(limit=sums.fit.fold_after)
         return
     for what, grams in zip(("q", "k"), means, strict=True):
-        into.rows += [_row(site, what, head, redundancy(gram)) for head, gram in enumerate(grams)]
+        into.rows += [Row(site.name, what, head, *redundancy(gram)) for head, gram in enumerate(grams)]
 
 
 def _mean_grams(sums: SiteSums[Grams]) -> tuple[Tensor, Tensor] | None:
@@ -99,10 +99,6 @@ def _mean_grams(sums: SiteSums[Grams]) -> tuple[Tensor, Tensor] | None:
     samples = sums.fit.samples + sums.held.samples
     q, k = (sum(side[1:], side[0]) / samples for side in zip(*known, strict=True))
     return q, k
-
-
-def _row(site: Site, what: str, head: int | None, found: Redundancy, sparsity: float | None = None) -> Row:
-    return Row(site.name, what, head, *found, sparsity=sparsity)
 
 
 def _require_width(site: Site, here: int, width: int) -> None:

@@ -1,7 +1,6 @@
 """The one loop of evaluation: several models and the dense one, side by side over the same batches.
 
-It knows neither images nor classes. What is measured is the metric's business, what a batch is the batches': a language
-model needs another Metric (perplexity from logits and next tokens), and nothing here.
+It knows neither images nor texts: the metric says what is measured, and the batches say what a model takes.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from corp.calibration.batches import evaluating, move, run, size_of
 from corp.errors import DataError
 from corp.evaluate.features import Features, Sink, tapped
+
+M = TypeVar("M", bound="Metric")
 
 
 class Metric(Protocol):
@@ -57,6 +58,19 @@ def side_by_side(
                 progress(size_of(batch))
     if count == 0:
         raise DataError("nothing was evaluated: there were no batches (a generator can be used only once)")
+
+
+def judged(
+    models: Sequence[nn.Module],
+    metric: Callable[[], M],
+    batches: Iterable[Any],
+    dense: nn.Module | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[M]:
+    """A metric of every model, compared with the dense one if there is one, in one pass over the batches."""
+    metrics = [metric() for _ in models]
+    side_by_side(dense, [Contender(*pair) for pair in zip(models, metrics, strict=True)], batches, progress)
+    return metrics
 
 
 def _one_batch(dense: nn.Module | None, contenders: Sequence[Contender], batch: Any) -> None:

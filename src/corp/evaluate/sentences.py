@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import DataError, ModelError
+from corp.measure.closeness import pooled, require_finite
 from corp.measure.intervals import Interval, Mean, Z
 
 
@@ -25,16 +26,16 @@ class Embeddings:
         """Hidden states (B, T, C) of the model and of the dense one; target is the attention mask (B, T)."""
         if target is None:
             raise DataError("sentence embeddings take batches of (inputs, attention mask)")
-        pooled = pool(output, target)  # (B, C)
+        embedded = pool(output, target)  # (B, C)
         if self.keep:
-            self.kept.append(pooled)
+            self.kept.append(embedded)
         if reference is not None:
             dense = pool(reference, target)
-            if dense.shape != pooled.shape:
+            if dense.shape != embedded.shape:
                 raise ModelError(
-                    f"embeddings of width {pooled.shape[1]} and {dense.shape[1]} (dense) cannot be compared"
+                    f"embeddings of width {embedded.shape[1]} and {dense.shape[1]} (dense) cannot be compared"
                 )
-            self.cosine.add(torch.cosine_similarity(pooled, dense, dim=1))
+            self.cosine.add(torch.cosine_similarity(embedded, dense, dim=1))
 
     def intervals(self) -> dict[str, Interval | None]:
         return {"cosine": self.cosine.interval() if self.cosine.n else None}
@@ -47,11 +48,8 @@ def pool(output: Any, mask: Tensor) -> Tensor:
         hidden = output.hidden_states[-1]
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
         raise ModelError("this model gives no hidden states of shape (texts, tokens, width) to make embeddings of")
-    wide = hidden.detach().cpu().double()
-    if not bool(torch.isfinite(wide).all()):
-        raise ModelError(f"the model gives values that are not finite in {hidden.dtype}; try --dtype float32")
-    weight = mask.cpu().double()[:, :, None]  # (B, T, 1)
-    return (wide * weight).sum(1) / weight.sum(1).clamp(min=1)
+    require_finite(hidden, hidden.dtype)
+    return pooled(hidden.detach(), mask)
 
 
 def sts_spearman(embeddings: Tensor, scores: Tensor) -> Interval:

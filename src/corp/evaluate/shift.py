@@ -22,6 +22,7 @@ from corp.adapters.registry import find_sites
 from corp.calibration.grams import Grams
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
+from corp.evaluate.shift_result import Shift, SiteShift
 from corp.numerics import affine, logit, rotary, subspace, values
 from corp.numerics.linalg import mean_diagonal, solve_vanishing
 from corp.planning.fitting import fit_head, fit_mlp, fit_rotated, head_system, split
@@ -29,7 +30,6 @@ from corp.planning.heads import HeadSums, fit_group
 from corp.planning.linear import Layer, choose, layer_of
 from corp.planning.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE, Recipe
-from corp.report.shifts import Shift, SiteShift
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
 from corp.surgery.apply import match
 

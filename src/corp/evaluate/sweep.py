@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,11 @@ class Grid:
     def recipes(self) -> list[Recipe]:
         unknown = sorted(set(self.kinds) - set(TOGETHER))
         if unknown:
-            raise RecipeError(f"--kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
+            raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
+        axes = (self.kinds, self.presets, self.ranks, self.compensations, self.ridges, self.sparsities)
         return [
-            Recipe.preset(preset, **_shares(kind, s), **_given(rank=rank, compensate=compensate), ridge=ridge)
-            for kind in self.kinds
-            for preset in self.presets
-            for rank in self.ranks
-            for compensate in self.compensations
-            for ridge in self.ridges
-            for s in self.sparsities
+            Recipe.preset(preset, **shares(kind, s), **_given(rank=rank, compensate=compensate), ridge=ridge)
+            for kind, preset, rank, compensate, ridge, s in product(*axes)
         ]
 
 
@@ -64,7 +61,8 @@ def _given(**settings: str) -> dict[str, str]:
     return {name: value for name, value in settings.items() if value}
 
 
-def _shares(kind: str, sparsity: float) -> dict[str, Any]:
+def shares(kind: str, sparsity: float) -> dict[str, Any]:
+    """The recipe's fields that prune what is called `kind`."""
     return dict.fromkeys(TOGETHER[kind], sparsity)
 
 

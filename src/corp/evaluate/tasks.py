@@ -15,7 +15,7 @@ def require() -> None:
     try:
         import lm_eval as _  # noqa: F401
     except ModuleNotFoundError:
-        raise CorpError("--tasks are run by lm-eval, which is not installed; pip install lm-eval") from None
+        raise CorpError("tasks are run by lm-eval, which is not installed; pip install lm-eval") from None
 
 
 def run_tasks(

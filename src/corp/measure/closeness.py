@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, evaluating, feed, inputs_of
 from corp.errors import DataError, ModelError
-from corp.measure.intervals import Interval, Mean, PerToken, wilson
+from corp.measure.intervals import Interval, Mean, wilson
 
 CHUNK = 1 << 24  # logits compared at a time: copies of all logits of a batch would not fit for a large vocabulary
 
@@ -24,7 +24,7 @@ class Closeness:
     """Sums over samples. `agreement` is what people ask for; `divergence` tells finer differences apart."""
 
     def __init__(self) -> None:
-        self.same, self.apart = PerToken(), PerToken()  # of answers: of one per sample, or of one per token
+        self.same, self.apart = Mean(), Mean()  # of answers: one per sample, or one per token
         self.cosine, self.error = Mean(), Mean()  # of features
         self.single = True  # is there one answer per sample?
 
@@ -43,17 +43,19 @@ class Closeness:
         self.single = self.single and q.shape[1] == 1
         rows = real.nonzero()[:, 0].cpu()
         chosen = real.to(q.device)
-        same, apart = _compare(q[chosen], p[chosen])
+        same, apart = compare_logits(q[chosen], p[chosen])
         for total, values in ((self.same, same), (self.apart, apart)):
             total.add(torch.zeros(len(q), dtype=torch.float64).index_add_(0, rows, values), real.sum(1))
 
     def agreement(self) -> Interval:
         """The share of equal answers, or the mean cosine, with its 95 % interval."""
         if self.cosine.n:
-            return _within(self.cosine.interval(), -1.0)
+            return self.cosine.interval().map(lambda end: min(1.0, max(-1.0, end)))
         if not self.same.tokens:
             raise DataError("nothing was compared: the held-out batches are empty")
-        return wilson(round(self.same.total), self.same.tokens) if self.single else _within(self.same.interval(), 0.0)
+        if self.single:
+            return wilson(round(self.same.total), self.same.tokens)
+        return self.same.interval().map(lambda end: min(1.0, max(0.0, end)))
 
     def divergence(self) -> Interval:
         """KL from the dense distribution in nats, or the relative squared error."""
@@ -84,8 +86,7 @@ class Reference:
     def _output(self, model: nn.Module, batch: Any) -> tuple[Tensor, bool]:
         with torch.no_grad(), evaluating(model):
             output, answers = tensor_of(feed(model, batch, self.forward))
-        if not bool(torch.isfinite(output).all()):
-            raise ModelError(f"the model gives values that are not finite in {output.dtype}; try --dtype float32")
+        require_finite(output, output.dtype)
         answers = answers and not self.features
         if answers and output.shape[-1 if output.dim() < 4 else 1] == 1:
             raise ModelError(
@@ -137,8 +138,8 @@ def _flat(logits: Tensor) -> Tensor:
     return logits.reshape(len(logits), -1, logits.shape[-1])
 
 
-def _compare(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of (N, K): is the largest the same, and KL from the dense distribution; in float64 on the host."""
+def compare_logits(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of (N, K), in float64 on the host: is the largest the same, and the KL from the dense one in nats."""
     same, apart = [], []
     for q, p in zip(*(part.split(max(1, CHUNK // logits.shape[-1])) for part in (logits, dense)), strict=True):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -148,6 +149,15 @@ def _compare(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(same), torch.cat(apart)
 
 
-def _within(interval: Interval, least: float) -> Interval:
-    value, low, high = interval
-    return Interval(value, low if low is None else max(least, low), high if high is None else min(1.0, high))
+def logits_of(output: Any, *axes: str) -> Tensor:
+    """The logits of a model's output, or the output itself; `axes` names the dimensions they must have."""
+    logits = getattr(output, "logits", output)  # transformers gives a record
+    if not isinstance(logits, Tensor) or logits.dim() != len(axes):
+        got = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ModelError(f"logits of shape ({', '.join(axes)}) can be judged; this model gives {got}")
+    return logits.detach()
+
+
+def require_finite(values: Tensor, dtype: torch.dtype) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ModelError(f"the model gives values that are not finite in {dtype}; run it in float32")

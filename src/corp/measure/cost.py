@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,19 +22,17 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_macs(model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> int:
+def count_macs(model: nn.Module, batch: Any) -> int:
     """Multiply-accumulates of one forward pass over `batch`.
 
     torch's counter gives its fused CPU attention kernel and nn.TransformerEncoderLayer's fast path zero, so attention
     is counted unfused, and with its true widths: zero-padding for a faster kernel is not work that the model needs.
     """
     counter = FlopCounterMode(display=False)
-    unfused = (without_fast_path(), sdpa_kernel(SDPBackend.MATH), true_widths())
     try:
-        with ExitStack() as stack, torch.no_grad(), _frozen(model), uncompiled():
-            for context in (*unfused, counter):
-                stack.enter_context(context)
-            run(model, batch, forward)
+        unfused = sdpa_kernel(SDPBackend.MATH)
+        with torch.no_grad(), _frozen(model), uncompiled(), without_fast_path(), unfused, true_widths(), counter:
+            run(model, batch)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, NamedTuple
@@ -20,6 +21,16 @@ class Interval(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         return self._asdict()
+
+    def map(self, function: Callable[[float], float]) -> Interval:
+        """The interval of an increasing function of the estimate."""
+        low, high = (None if end is None else function(end) for end in self[1:])
+        return Interval(function(self.value), low, high)
+
+    def __format__(self, spec: str) -> str:
+        """Write "value [low, high]", each number by `spec`."""
+        ends = "" if self.low is None or self.high is None else f" [{self.low:{spec}}, {self.high:{spec}}]"
+        return f"{self.value:{spec}}{ends}"
 
 
 def wilson(hits: int, n: int) -> Interval:
@@ -47,57 +58,36 @@ def paired_difference(gained: int, lost: int, n: int) -> Interval:
 
 @dataclass
 class Mean:
-    """A streaming mean with its standard error."""
+    """A streaming mean over samples, or over the tokens of sequences with an interval over the sequences.
 
-    n: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-
-    def add(self, values: Tensor) -> None:
-        values = values.double()
-        self.n += values.numel()
-        self.total += float(values.sum())
-        self.squares += float(values.square().sum())
-
-    def interval(self) -> Interval:
-        mean = self.total / self.n
-        if self.n < 2:
-            return Interval(mean, None, None)
-        variance = max(0.0, (self.squares - self.n * mean**2) / (self.n - 1))
-        half = Z * sqrt(variance / self.n)
-        return Interval(mean, mean - half, mean + half)
-
-
-@dataclass
-class PerToken:
-    """A mean over tokens with an interval over sequences: tokens of one text are alike, no samples of their own.
-
-    The ratio estimator R = sum x / sum n over sequences with x_i in n_i tokens, and its linearised standard error.
+    Tokens of one text are alike and are no samples of their own. The ratio estimator R = sum x / sum n over sequences
+    with x_i in n_i tokens, and its linearised standard error; with n_i = 1 they are the plain mean and its own.
     """
 
-    sequences: int = 0
+    n: int = 0  # samples or sequences
     tokens: int = 0
     total: float = 0.0
     xx: float = 0.0
     xn: float = 0.0
     nn: float = 0.0
 
-    def add(self, sums: Tensor, tokens: Tensor) -> None:
-        """Per sequence (B,): the sum over its tokens, and how many they are; sequences without any do not count."""
-        x, n = sums.cpu().double(), tokens.cpu().double()
-        self.sequences += int((n > 0).sum())
+    def add(self, sums: Tensor, tokens: Tensor | None = None) -> None:
+        """Add values (B,), or sums (B,) over so many tokens (B,) each; sequences without any do not count."""
+        x = sums.cpu().double()
+        n = x.new_ones(len(x)) if tokens is None else tokens.cpu().double()
+        self.n += int((n > 0).sum())
         self.tokens += int(n.sum())
         self.total += float(x.sum())
-        self.xx += float((x * x).sum())
-        self.xn += float((x * n).sum())
-        self.nn += float((n * n).sum())
+        self.xx += float(x @ x)
+        self.xn += float(x @ n)
+        self.nn += float(n @ n)
 
     @property
     def mean(self) -> float:
         return self.total / self.tokens
 
     def interval(self) -> Interval:
-        mean, k = self.mean, self.sequences
+        mean, k = self.mean, self.n
         if k < 2:
             return Interval(mean, None, None)
         squares = max(0.0, self.xx - 2 * mean * self.xn + mean**2 * self.nn)  # sum of (x_i - R n_i)^2

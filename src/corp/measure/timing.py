@@ -12,8 +12,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from corp.errors import RecipeError
 
@@ -24,8 +24,7 @@ FAR_MORE, LITTLE = 1.5, 0.5  # from where on batch 1 counts as bound by launches
 Rounds: TypeAlias = list[list[float]]  # seconds per call, by round
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """A speed-up over the baseline (2: twice as fast), with the interval that holds its median in 95 % of cases."""
 
     value: float
@@ -37,11 +36,10 @@ class Ratio:
         return self.low <= 1 <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "within_noise": self.within_noise}
+        return {**self._asdict(), "within_noise": self.within_noise}
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Seconds per call: median, 95th percentile, and the distance of the quartiles of the rounds over the median."""
 
     p50: float
@@ -148,13 +146,13 @@ def median_ratio(values: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(ordered), ordered[tail], ordered[-1 - tail])
 
 
-def tail_rank(count: int, confidence: float = CONFIDENCE) -> int:
-    """How many of `count` sorted values may be cut off at either end so that the rest holds the median that surely.
+def tail_rank(count: int) -> int:
+    """How many of `count` sorted values to cut off at either end so that the rest holds the median in 95 % of cases.
 
     A value is below the median with probability 1/2, so the number of those below is binomial, and what is left misses
-    the median when at most r are: the largest r with P(Bin(count, 1/2) <= r) <= (1 - confidence) / 2; -1 if none.
+    the median when at most r are: the largest r with P(Bin(count, 1/2) <= r) <= (1 - CONFIDENCE) / 2; -1 if none.
     """
-    allowed, misses, rank = (1 - confidence) / 2 * 2**count, 1, -1
+    allowed, misses, rank = (1 - CONFIDENCE) / 2 * 2**count, 1, -1
     while misses <= allowed:
         rank += 1
         misses += math.comb(count, rank + 1)

@@ -8,24 +8,25 @@ from typing import Any
 
 from corp.planning.plan import Plan
 from corp.recipe import Recipe
-from corp.report.elements import code, note
 
 INTERCEPTS = {True: "yes", False: "no"}
 
 
-def remake(name: str, manifest: Mapping[str, Any], identity: Mapping[str, Any] | None, plan: Plan) -> list[str]:
-    """As HTML: the command where it is on record; else what the recipe and the base model's name say."""
+def remake(
+    name: str, manifest: Mapping[str, Any], identity: Mapping[str, Any] | None, plan: Plan
+) -> list[tuple[str, str]]:
+    """("p", "code" or "note", text): the command if it is on record, else what recipe and base model's name say."""
     command, earlier = manifest.get("command"), manifest.get("earlier_plans")
     if isinstance(command, str) and command:
-        return ["<p>The command that made it:</p>", code(command)]
-    parts = ["<p>In Python:</p>", code(python_lines(name, identity, plan))]
+        return [("p", "The command that made it:"), ("code", command)]
+    parts = [("p", "In Python:"), ("code", python_lines(name, identity, plan))]
     if identity is not None and not identity.get("args"):
-        parts += ["<p>On the command line, with the folder of images in place of IMAGES:</p>"]
-        parts += [code(command_line(name, identity, plan))]
+        parts.append(("p", "On the command line, with the folder of images in place of IMAGES:"))
+        parts.append(("code", command_line(name, identity, plan)))
     if isinstance(earlier, list) and earlier:
-        parts.append(note(f"The model had been pruned {len(earlier)} time(s) before; start from that one."))
+        parts.append(("note", f"The model had been pruned {len(earlier)} time(s) before; start from that one."))
     if plan.weights:
-        parts.append(note(f"The weights to start from have the fingerprint {plan.weights}."))
+        parts.append(("note", f"The weights to start from have the fingerprint {plan.weights}."))
     return parts
 
 

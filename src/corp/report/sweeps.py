@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree.ElementTree import Element
 
 from corp.recipe import KINDS, TOGETHER
+from corp.report import pictures, svg
 
 Row = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]
@@ -103,33 +105,45 @@ def shown_metric(rows: Sequence[Row]) -> str | None:
 
 
 def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]:
-    """The pictures that these rows make, as PNG and SVG; the names of the files."""
-    from corp.report import plots  # matplotlib is imported only when a picture is wanted
-
+    """Write the pictures of what varies between these rows, as PNG and SVG; return the names of the files."""
     metric = shown_metric(rows)
     if metric is None:
         return []
-    (_, y, share), whole, made = METRICS[metric], number(dense.get(metric)), []
+    (_, axis, share), whole = METRICS[metric], number(dense.get(metric))
+    shown = percents if share else decimals
+    charts = {}
 
-    def distinct(get: Any) -> int:
-        return len({get(row) for row in rows})
+    def varies(get: Any) -> bool:
+        return len({get(row) for row in rows}) > 1
 
-    if distinct(sparsity) > 1:
-        curves = lines(rows, metric)
-        names = plots.save(
-            plots.line_chart(curves, title=title, x="removed", y=y, dense=whole, x_percent=True, share=share),
-            folder / "sparsity",
-        )
-        made += names
-    if distinct(lambda row: row.get("rank")) > 1 and distinct(lambda row: row.get("preset")) == 1:
+    def curves(x: str, x_shown: Any, **over: str) -> Element:
+        series = [svg.Series(name, points) for name, points in lines(rows, metric, **over).items()]
+        last = max((x for line in series for x, _ in line.points), default=0.0)
+        ends = [] if whole is None else [svg.Series("dense", [(0.0, whole), (last, whole)])]
+        return svg.line_chart(title, [*series, *ends], (x, axis), shown, x_shown)
+
+    if varies(sparsity):
+        charts["sparsity"] = svg.picture(title, curves("removed", "{:.0%}".format))
+    if varies(lambda row: row.get("rank")) and not varies(lambda row: row.get("preset")):
         bars, what = ranking(rows, metric)
-        made += plots.save(
-            plots.bar_chart(bars, title=f"{title}: {what}", y=y, dense=whole, share=share), folder / "ranking"
-        )
-    if distinct(lambda row: row.get("samples")) > 1:
-        curves = lines(rows, metric, over="samples")
-        made += plots.save(
-            plots.line_chart(curves, title=title, x="calibration samples", y=y, dense=whole, share=share),
-            folder / "calibration",
-        )
-    return made
+        groups = {"dense": [whole]} if whole is not None else {}
+        groups |= {
+            rank: [bars[name].get(rank, 0.0) for name in bars]
+            for rank in dict.fromkeys(r for b in bars.values() for r in b)
+        }
+        entries = [
+            svg.Entry(name, name, values, [f"{v:.1%}" if share else decimals(v) for v in values])
+            for name, values in groups.items()
+        ]
+        charts["ranking"] = svg.picture(f"{title}: {axis}, {what}", svg.bar_chart(title, entries, list(bars)))
+    if varies(lambda row: row.get("samples")):
+        charts["calibration"] = svg.picture(title, curves("calibration samples", "{:g}".format, over="samples"))
+    return [name for stem, chart in charts.items() for name in pictures.save(chart, folder / stem)]
+
+
+def percents(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.1 or value == 0 else f"{value:.1%}"
+
+
+def decimals(value: float) -> str:
+    return f"{value:.3g}"

@@ -72,7 +72,7 @@ class Shift:
         return (
             f"{worst.name}{f' and {len(self.alarming) - 1} other sites' if len(self.alarming) > 1 else ''}: on the "
             f"deployment data the error is {worst.deployed:.2%} of the output, where calibration promised "
-            f"{worst.expected:.2%}; calibrate on the mixture (--mix-deploy, or stats + deployment), or on data like it"
+            f"{worst.expected:.2%}; calibrate on the mixture (stats + deployment), or on data like it"
         )
 
     def to_dict(self) -> dict[str, Any]:
