@@ -12,7 +12,7 @@ from PIL import Image
 
 from corp.cli.report import sweep_study
 from corp.report.html import page
-from tests.report.test_report import EVIL, SWEEP, Page, evil_run, run
+from tests.helpers.pages import EVIL, SWEEP, Page, evil_run, run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
