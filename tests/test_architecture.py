@@ -112,7 +112,7 @@ def test_only_adapters_and_data_know_the_libraries() -> None:
                 assert part in ("adapters", "data"), f"{path} imports {names}"
 
 
-def tests_imported(code: str) -> list[str]:
+def imports_of_tests(code: str) -> list[str]:
     """The modules of tests/, other than helpers, that `code` imports."""
     names: list[str] = []
     for node in ast.walk(ast.parse(code)):
@@ -125,13 +125,13 @@ def tests_imported(code: str) -> list[str]:
 
 def test_no_test_imports_another() -> None:
     for path in Path(__file__).parent.rglob("*.py"):
-        assert tests_imported(path.read_text()) == [], path
+        assert imports_of_tests(path.read_text()) == [], path
 
 
 def test_the_test_of_tests_can_fail() -> None:
     for code in ("from tests.contract import test_hf", "from tests import test_api", "import tests.cli.test_cli as t"):
-        assert tests_imported(code)
-    assert tests_imported("from tests.helpers import models\nimport tests.helpers.fuzz\nimport torch") == []
+        assert imports_of_tests(code)
+    assert imports_of_tests("from tests.helpers import models\nimport tests.helpers.fuzz\nimport torch") == []
 
 
 def test_public_names() -> None:

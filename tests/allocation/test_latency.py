@@ -14,6 +14,7 @@ import corp
 from corp import CorpError, Recipe
 from corp.allocation.allocator import Allocator
 from corp.allocation.latency import Clock, narrow_copy
+from corp.errors import CorpWarning
 from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
 from corp.measure.units import unit_costs
@@ -87,6 +88,18 @@ def test_a_table_that_promised_too_much_is_corrected_by_timing(clocked: Any) -> 
     assert why["latency"]["predicted"] < 0.57
     assert why["latency"]["aimed_at"] < 0.6
     assert why["latency"]["measured"]["value"] <= 0.6
+
+
+def test_a_target_that_is_missed_is_on_record_and_warned_of(clocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corp.allocation.allocator.ROUNDS", 1)  # one try, which the table promised too much for
+    made = clocked(together=0.05)
+    found = made.allocate(Recipe(target_latency=0.7))
+    measured = found.why["latency"]["measured"]["value"]
+    assert measured > 0.7
+    assert found.why["notes"] == [f"target_latency=0.7 was missed: the narrowed model takes {measured:.3f} of the time"]
+    with pytest.warns(CorpWarning, match=r"target_latency=0\.7 was missed"):
+        plan = corp.plan(made.model, made.stats, Recipe(target_latency=0.7))
+    assert plan.notes == found.why["notes"]
 
 
 def test_times_that_cannot_be_had_say_so(clocked: Any) -> None:

@@ -18,9 +18,9 @@ from corp.calibration.moments import Moments
 from corp.errors import CorpWarning
 from corp.measure.closeness import Closeness, Reference, tensor_of
 from corp.measure.intervals import Interval
-from corp.observer import Observer
 from corp.surgery.apply import narrowed_copy
 from tests.helpers.models import as_saved, batches, build
+from tests.helpers.observers import Recorder
 
 # Tiny models and little data: that fits overfit is said, and is not what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -157,16 +157,6 @@ def test_one_number_per_sample_has_no_answers_and_timm_backbones_have_features()
     assert Reference(model, images).compare(model).what.startswith("mean cosine")
 
 
-class Notes(Observer):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, message: str) -> None:
-        self.notes.append(message)
-
-
 def agreement(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]) -> float:
     with torch.no_grad():
         return float(torch.cat([model(x).argmax(1) == dense(x).argmax(1) for x in data]).double().mean())
@@ -174,7 +164,7 @@ def agreement(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]
 
 def test_pruning_goes_as_far_as_agreement_allows() -> None:
     model, data = build("vit"), batches("vit", 10, 20)
-    told = Notes()
+    told = Recorder()
     result = corp.prune(model, data, Recipe(min_agreement=0.8, sequential=False), observer=told)
     why = result.plan.why["agreement"]
     held = [data[i] for i in held_of(len(data))]
