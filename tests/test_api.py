@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,14 @@ from torch import nn
 
 import corp
 from corp import CorpError, Recipe
+from corp.adapters.registry import find_sites
+from corp.allocation.budget import count_budget
+from corp.allocation.curves import site_curves
 from corp.errors import CorpWarning
-from tests.helpers.models import build, images, vit
+from corp.refit.blocks import examine
+from corp.sites import fingerprint
+from tests.helpers.models import as_saved, build, images, vit
+from tests.helpers.observers import Recorder
 
 
 def test_prune_is_its_three_steps() -> None:
@@ -167,13 +175,71 @@ def test_random_state_is_left_as_found() -> None:
 
 
 def test_plans_of_one_calibration_do_not_disturb_each_other() -> None:
-    """A plan leaves its fits for apply; a later plan that keeps the same dimensions must not change what they mean."""
+    """A plan carries its fits to apply; a later plan that keeps the same dimensions must not change what they mean."""
     model, data = vit().double(), images()
     stats = corp.calibrate(model, data)
     full, none = (corp.plan(model, stats, Recipe.paper(attn=0.5, compensate=how)) for how in ("full", "none"))
     assert [site.kept for site in full.sites] == [site.kept for site in none.sites]
     found = corp.apply(model, stats, full).model(data[0])
-    fresh = dataclasses.replace(stats)
-    assert not fresh.fits
-    torch.testing.assert_close(found, corp.apply(model, fresh, full).model(data[0]), rtol=1e-9, atol=1e-12)
+    again = corp.apply(model, corp.calibrate(model, data), as_saved(full)).model(data[0])
+    torch.testing.assert_close(found, again, rtol=1e-9, atol=1e-12)
     assert not torch.allclose(found, corp.apply(model, stats, none).model(data[0]))
+
+
+# One prune: every long step once, every stage told, nothing changed silently.
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> list[str]:
+    """Count the calls of a function of corp wherever it was imported; one entry per call."""
+    calls: list[str] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args, **options)
+
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "corp" and vars(module).get(function.__name__) is function:
+            monkeypatch.setattr(module, function.__name__, counted)
+    return calls
+
+
+@pytest.mark.parametrize("target", [{"target_macs": 0.7}, {"target_params": 0.8}, {"min_agreement": 0.8}])
+def test_within_one_prune_everything_is_done_once(target: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (find_sites, fingerprint, count_budget, examine, site_curves)
+    calls = {step.__name__: count_calls(monkeypatch, step) for step in steps}
+    told = Recorder()
+    result = corp.prune(build("vit"), images(10, 20), Recipe(**target), observer=told)
+    assert {name: len(made) for name, made in calls.items()} == dict.fromkeys(calls, 1)
+    assert "refit" in result.plan.why
+    assert told.notes
+    assert {"planning", "refitting", "trying widths", "error curves"} <= told.stages.keys()
+    assert told.stages["calibrating on cpu"] == 200
+
+
+def test_given_statistics_are_not_made_again() -> None:
+    model, data, recipe = build("vit"), images(4, 20), Recipe(target_macs=0.7)
+    stats = corp.calibrate(model, data)
+    told = Recorder()
+    given = corp.prune(model, data, recipe, stats=stats, observer=told)
+    assert "calibrating on cpu" not in told.stages
+    assert given.plan == corp.prune(model, data, recipe).plan
+
+
+def test_batches_from_a_generator_lose_the_refit_with_a_warning() -> None:
+    model, data = build("vit"), images()
+    with pytest.warns(CorpWarning, match="was not refitted: the refit reads the data twice"):
+        result = corp.prune(model, (batch for batch in data), Recipe(mlp=0.5))
+    assert "refit" not in result.plan.why
+    (note,) = result.plan.notes
+    assert "give batches as a list or a loader" in note
+    assert as_saved(result.plan).notes == [note]
+    assert corp.prune(model, data, Recipe(mlp=0.5)).plan.notes == []
+    with pytest.raises(CorpError, match="sequential=True: the refit reads the data twice"):
+        corp.prune(model, (batch for batch in data), Recipe(mlp=0.5, sequential=True))
+
+
+def test_statistics_alone_lose_the_refit_with_a_warning() -> None:
+    model = build("vit")
+    stats = corp.calibrate(model, images())
+    with pytest.warns(CorpWarning, match="was not refitted: the refit reads the data itself"):
+        assert corp.prune(model, None, Recipe(mlp=0.5), stats=stats).plan.notes

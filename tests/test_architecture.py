@@ -112,6 +112,28 @@ def test_only_adapters_and_data_know_the_libraries() -> None:
                 assert part in ("adapters", "data"), f"{path} imports {names}"
 
 
+def imports_of_tests(code: str) -> list[str]:
+    """The modules of tests/, other than helpers, that `code` imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return [name for name in names if name.split(".")[0] == "tests" and name.split(".")[1:2] != ["helpers"]]
+
+
+def test_no_test_imports_another() -> None:
+    for path in Path(__file__).parent.rglob("*.py"):
+        assert imports_of_tests(path.read_text()) == [], path
+
+
+def test_the_test_of_tests_can_fail() -> None:
+    for code in ("from tests.contract import test_hf", "from tests import test_api", "import tests.cli.test_cli as t"):
+        assert imports_of_tests(code)
+    assert imports_of_tests("from tests.helpers import models\nimport tests.helpers.fuzz\nimport torch") == []
+
+
 def test_public_names() -> None:
     assert sorted(corp.__all__) == [
         "CorpError", "Recipe", "Result", "Statistics", "__version__", "apply", "calibrate", "find_sites", "load",

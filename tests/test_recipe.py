@@ -1,11 +1,12 @@
 """A recipe validates itself, and says what is wrong."""
 
+import dataclasses
 import json
 
 import pytest
 
 from corp import CorpError, Recipe
-from corp.recipe import kept_width
+from corp.recipe import PRESETS, kept_width, preset_of
 
 
 @pytest.mark.parametrize(
@@ -17,11 +18,10 @@ from corp.recipe import kept_width
         ({"mlp": "half"}, "not a sparsity"),
         ({"mlp": True}, "not a sparsity"),
         ({"rank": "best"}, "rank='best' is not one of"),
-        ({"preset": "magic"}, "preset='magic' is not one of"),
         ({"compensate": "some"}, "compensate='some' is not one of"),
         ({"intercept": "yes"}, "intercept='yes'"),
         ({"intercept": 1}, "intercept=1"),
-        ({"compensate": "mean", "intercept": False}, "correction of the bias"),
+        ({"compensate": "mean", "intercept": False}, "corrects the bias"),
         ({"ridge": -1.0}, "ridge=-1.0"),
         ({"ridge": float("inf")}, "ridge=inf"),
         ({"round_to": 0}, "round_to: 0"),
@@ -38,24 +38,33 @@ def test_nonsense_is_refused_with_the_reason(changes: dict, message: str) -> Non
 
 
 def test_presets_fill_what_is_not_given() -> None:
-    assert Recipe.paper(mlp=0.5) == Recipe.preset(
-        "paper", mlp=0.5, rank="combined", compensate="full", intercept="auto"
-    )
-    assert (
-        Recipe.preset(
-            "vbp",
-        ).rank,
-        Recipe.preset(
-            "vbp",
-        ).compensate,
-    ) == ("variance", "mean")
-    assert (
-        Recipe.preset(
-            "grail",
-        ).intercept
-        is False
-    )
+    assert Recipe.paper(mlp=0.5) == Recipe.preset("paper", mlp=0.5, rank="combined", compensate="full")
+    vbp = Recipe.preset("vbp")
+    assert (vbp.rank, vbp.compensate) == ("variance", "mean")
+    assert Recipe.preset("grail").intercept is False
     assert Recipe.preset("vbp", rank="magnitude").rank == "magnitude"
+    with pytest.raises(CorpError, match="preset='magic' is not one of"):
+        Recipe.preset("magic")
+
+
+def test_the_defaults_are_the_best_and_all_fields_are_plain_values() -> None:
+    recipe = Recipe(mlp=0.5)
+    assert (recipe.rank, recipe.attn_basis, recipe.allocate, recipe.sequential) == ("exact", "subspace", "gain", "auto")
+    assert recipe == Recipe.preset("best", mlp=0.5)
+    assert "preset" not in recipe.to_dict()
+    changed = dataclasses.replace(recipe, rank="combined")
+    assert changed == Recipe(mlp=0.5, rank="combined")
+    assert {**recipe.to_dict(), "rank": "combined"} == changed.to_dict()
+    with pytest.raises(TypeError, match="preset"):
+        dataclasses.replace(recipe, preset="best")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_known_by_its_settings(name: str) -> None:
+    recipe = Recipe.preset(name, mlp=0.5, attn=0.25, skip="blocks.0.*", ridge=1e-2)
+    assert preset_of(recipe) == name
+    assert preset_of(Recipe.from_dict(json.loads(json.dumps(recipe.to_dict())))) == name
+    assert preset_of(dataclasses.replace(recipe, rank="active")) == "custom"
 
 
 def test_last_override_wins_and_other_kinds_keep_the_default() -> None:

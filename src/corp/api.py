@@ -137,7 +137,9 @@ def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Obser
     dense.require({"statistics": stats.weights})
     _refuse_refit(recipe)
     found = Allocator(model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
-    return _plan(dense, stats, recipe, found, observer or SILENT)
+    made = _plan(dense, stats, recipe, found, observer or SILENT)
+    _warn_of_notes(made)
+    return made
 
 
 def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
@@ -204,8 +206,7 @@ def prune(
         stats = watch.calibrated(stats)
         chosen, found = _choose_widths(dense, stats, recipe, held, forward, watch)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
-        for note in planned.notes:
-            warnings.warn(note, CorpWarning, stacklevel=2)
+        _warn_of_notes(planned)
         result = _apply(dense, stats, planned)
         return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
 
@@ -311,6 +312,12 @@ def _repair(
     made = replace(result.plan, recipe=recipe, why=why)
     set_history(work.smaller, (*history(dense.model), made))
     return replace(result, model=work.smaller, plan=made, report=replace(result.report, plan=made))
+
+
+def _warn_of_notes(plan: Plan) -> None:
+    """Say what was done otherwise than asked, as a warning where the caller's own line is."""
+    for note in plan.notes:
+        warnings.warn(note, CorpWarning, stacklevel=3)
 
 
 def _refuse_refit(recipe: Recipe) -> None:

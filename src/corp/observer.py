@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from corp.calibration.statistics import Statistics
 
 Advance: TypeAlias = Callable[[int], None]
 
@@ -27,7 +25,7 @@ class Observer:
     def note(self, message: str) -> None:
         """Take one sentence that a user should read."""
 
-    def calibrated(self, stats: Statistics) -> Statistics:
+    def calibrated(self, stats: Any) -> Any:  # Statistics, which are made above this module
         """Take the statistics of the data pass; the model is planned from what is returned."""
         return stats
 

@@ -23,6 +23,7 @@ from corp.calibration.moments import Moments
 from corp.calibration.tokens import choose_tokens
 from tests.helpers.command import run
 from tests.helpers.models import build, images
+from tests.helpers.observers import Recorder
 
 ROOT = Path(__file__).parents[2]
 ALL = Settings(tokens="all")
@@ -114,11 +115,10 @@ def test_sums_that_do_not_fit_take_more_passes_with_the_same_result(tmp_path: Pa
     model, data = build("vit"), images(12, 20)
     sites = list(corp.find_sites(model))
     budget = working_bytes(sites) + max(site_bytes(site, 240) for site in sites)
-    said: list[str] = []
-    tight = Settings(memory=budget)
-    corp.calibrate(model, data, out=tmp_path / "tight", settings=tight, announce=said.append)
+    told, tight = Recorder(), Settings(memory=budget)
+    corp.calibrate(model, data, out=tmp_path / "tight", settings=tight, observer=told)
     corp.calibrate(model, data, out=tmp_path / "wide")
-    assert "passes over the data" in said[0]
+    assert "passes over the data" in told.notes[0]
     assert_equal_folders(tmp_path / "tight", tmp_path / "wide")
     with pytest.raises(CorpError, match="pass out="):
         corp.calibrate(model, data, settings=tight)
@@ -202,11 +202,11 @@ def test_the_output_projections_input_is_remembered_too() -> None:
 # Held-out data.
 
 
-def test_every_tenth_batch_is_held_out_and_still_used() -> None:
-    stats = corp.calibrate(build("vit"), images(12, 20), settings=ALL)
+def test_every_eighth_batch_is_held_out_and_still_used() -> None:
+    stats = corp.calibrate(build("vit"), images(17, 10), settings=ALL)
     sums = stats.moments_of("blocks.0.mlp")
-    assert (sums.fit.n, sums.held.n) == (11 * 20 * 17, 20 * 17)
-    assert sums.total().n == 12 * 20 * 17
+    assert (sums.fit.n, sums.held.n) == (15 * 10 * 17, 2 * 10 * 17)
+    assert sums.total().n == 17 * 10 * 17
     assert stats.grams_of("blocks.0.attn").held.samples == 20
 
 

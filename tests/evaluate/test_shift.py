@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import corp
 from corp import CorpError, Recipe
 from corp.evaluate.shift_result import Shift, SiteShift
-from tests.contract import test_hf_rotary as rotary
-from tests.contract.test_adapters import hidden_output, logit_errors
+from tests.helpers import rotary_models as rotary
 from tests.helpers.models import batches, build
+from tests.helpers.site_outputs import hidden_output, logit_errors
 
 ALL = Recipe.paper(mlp=0.5, attn=0.5, vo=0.5)
 

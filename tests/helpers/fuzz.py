@@ -34,7 +34,6 @@ from PIL import Image
 import corp
 from corp import CorpError, Recipe, Statistics
 from corp.adapters import hf_models, timm_models
-from corp.api import shrink
 from corp.calibration.job import Settings
 from corp.cli.report import read_part
 from corp.data.dense import read_target
@@ -45,6 +44,7 @@ from corp.data.sts import read_pairs
 from corp.errors import CorpWarning
 from corp.planning.plan import Plan
 from corp.report.html import Run, page
+from corp.surgery.apply import shrink
 from tests.helpers import hf_folders
 from tests.helpers.models import build, images
 
@@ -153,7 +153,8 @@ def make_plan(folder: Path) -> None:
 def read_plan(folder: Path) -> None:
     plan = Plan.load(folder / "plan.json")
     str(plan)
-    shrink(build("vit"), plan)
+    model = build("vit")
+    shrink(model, corp.find_sites(model), plan)
 
 
 def make_statistics(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import Recipe, Result
+from corp.planning.plan import Plan
 from tests.helpers import hf_models
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
@@ -84,6 +86,11 @@ def run(model: nn.Module, batch: Any) -> Tensor:
 def prune(model: nn.Module, data: list[Any], recipe: Recipe) -> Result:
     """corp.prune without counting operations (inputs that go through `forward` are unknown), which takes longest."""
     return corp.prune(model, data, recipe, forward=call)
+
+
+def as_saved(plan: Plan) -> Plan:
+    """The plan as it comes back from its file: without the folds that planning computed."""
+    return Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
 
 
 def images(batches: int = 3, size: int = 50, dtype: torch.dtype = torch.float64) -> list[Tensor]:

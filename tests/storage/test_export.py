@@ -21,21 +21,20 @@ from corp import CorpError, Recipe, Result
 from corp.adapters import torchvision_import as _torchvision
 from corp.recipe import KINDS
 from corp.storage import folder as storage
-from tests.contract import test_hf_rotary
-from tests.helpers import hf_folders, models
+from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 BOTH = Recipe.paper(mlp=0.5, attn=0.5)
-ROTARY = [f"rotary-{name}" for name in test_hf_rotary.FAMILIES]
+ROTARY = [f"rotary-{name}" for name in rotary_models.FAMILIES]
 PROFILES = ("standard", "compat")
 
 
 def pruned(family: str, recipe: Recipe = BOTH, dtype: torch.dtype = torch.float64) -> tuple[Result, list[Any]]:
     """A pruned model and batches for it; rotary ones get no padding here."""
     if family in ROTARY:
-        data = [{"input_ids": batch["input_ids"]} for batch in test_hf_rotary.batches()]
-        model = test_hf_rotary.build(family.removeprefix("rotary-"), dtype)
+        data = [{"input_ids": batch["input_ids"]} for batch in rotary_models.batches()]
+        model = rotary_models.build(family.removeprefix("rotary-"), dtype)
     else:
         data, model = models.batches(family, dtype=dtype), models.build(family, dtype)
     return models.prune(model, data, recipe), data
@@ -53,7 +52,7 @@ def mlp_shapes(model: nn.Module) -> set[int]:
 def test_both_profiles_compute_what_the_pruned_model_does(family: str, tmp_path: Path) -> None:
     result, data = pruned(family, Recipe.paper(mlp=0.5, attn=0.5, vo=0.25))
     expected = models.run(result.model, data[0])
-    dense = models.build(family) if family not in ROTARY else test_hf_rotary.build(family.removeprefix("rotary-"))
+    dense = models.build(family) if family not in ROTARY else rotary_models.build(family.removeprefix("rotary-"))
     for profile in PROFILES:
         corp.save(result, tmp_path / profile, profile=profile)
         model = reread(result.model, tmp_path / profile)
@@ -165,9 +164,9 @@ def test_biases_that_no_config_holds(tmp_path: Path) -> None:
 
 def test_a_generation_config_that_the_library_would_not_write(tmp_path: Path) -> None:
     """Sampling settings without do_sample, as Llama 2 was published with: loaded with a warning, never saved."""
-    model = test_hf_rotary.build("llama", torch.float32)
+    model = rotary_models.build("llama", torch.float32)
     model.generation_config.temperature = 0.6
-    data = [{"input_ids": batch["input_ids"]} for batch in test_hf_rotary.batches()]
+    data = [{"input_ids": batch["input_ids"]} for batch in rotary_models.batches()]
     result = models.prune(model, data, Recipe.paper(mlp=0.5))
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
         model.save_pretrained(tmp_path / "library")

@@ -24,8 +24,7 @@ from corp.cli.main import app
 from corp.recipe import KINDS
 from corp.storage.export import formats
 from corp.storage.export.formats import write_format
-from tests.contract import test_hf_rotary
-from tests.helpers import hf_folders, models
+from tests.helpers import hf_folders, models, rotary_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 EVERYTHING = Recipe.paper(**dict.fromkeys(KINDS, 0.5))
@@ -35,8 +34,8 @@ TARGETS = ("onnx", "pt2")
 def pruned(family: str, recipe: Recipe = EVERYTHING, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
     """A pruned model, and a batch for it."""
     if family.startswith("rotary-"):
-        data = [{"input_ids": batch["input_ids"]} for batch in test_hf_rotary.batches()]
-        model = test_hf_rotary.build(family.removeprefix("rotary-"), dtype)
+        data = [{"input_ids": batch["input_ids"]} for batch in rotary_models.batches()]
+        model = rotary_models.build(family.removeprefix("rotary-"), dtype)
     else:
         data, model = models.batches(family, dtype=dtype), models.build(family, dtype)
     return models.prune(model, data, recipe).model, data[0]

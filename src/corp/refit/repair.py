@@ -57,6 +57,7 @@ def why_not(
         return find_blocks(model, sites, recipe, batches, forward), ""
     except (PlanError, DataError) as error:
         if recipe.sequential is True:
+            error.args = (f"sequential=True: {error}",)
             raise
         return [], str(error)
 

@@ -141,7 +141,7 @@ def inside(site: Site) -> str:
 
 
 def refusal(reason: str) -> PlanError:
-    return PlanError(f"this model cannot be refitted: {reason}. Leave out sequential=True")
+    return PlanError(f"this model cannot be refitted: {reason}")
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor | None) -> Call:

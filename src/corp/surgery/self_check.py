@@ -97,7 +97,7 @@ def require_agreement(findings: Sequence[Finding]) -> None:
         raise ModelError(
             f"self-check: {first.site} ({first.kind}) should lose {planned} of its output by the plan, but with the "
             f"weights that were made it loses {found}; {len(odd)} of {len(findings)} sites disagree. The model is not "
-            "rerotated: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
+            "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
 
 

@@ -1,10 +1,11 @@
-"""Sequential fitting on tiny random models of several families: two streams, block by block."""
+"""The refit in sequence, on tiny random models of several families: two streams, block by block."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,15 @@ from torch import Tensor, nn
 
 import corp
 from corp import Recipe
-from corp.api import fingerprint
 from corp.calibration.batches import without_cache
-from corp.errors import CorpWarning, DataError, PlanError, RecipeError
+from corp.errors import CorpWarning, DataError, ModelError, PlanError, RecipeError
 from corp.numerics.affine import Folded
 from corp.refit.blocks import examine, stream_scales
 from corp.refit.repair import correction
 from corp.refit.replay import blocks_of, drive, stream_of
-from corp.sites import projection_of
+from corp.sites import fingerprint, projection_of
 from corp.surgery.linear import refill
-from tests.contract import test_hf_rotary
-from tests.helpers import hf_folders, models
+from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
 
 HALF: dict[str, Any] = {"mlp": 0.5, "attn": 0.5, "vo": 0.5, "rank": "exact"}
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 
 def setup(family: str) -> tuple[nn.Module, list[Any]]:
     if family in ROTARY:
-        return test_hf_rotary.build(family), test_hf_rotary.batches()
+        return rotary_models.build(family), rotary_models.batches()
     return models.build(family), models.batches(family)
 
 
@@ -104,7 +103,7 @@ def test_the_streams_are_those_of_the_whole_models(family: str, driven: dict[tup
 
 
 @pytest.mark.parametrize("family", [*OTHERS, *ROTARY])
-def test_fitting_in_sequence_leaves_no_larger_error(family: str) -> None:
+def test_the_refit_leaves_no_larger_error(family: str) -> None:
     model, data = setup(family)
     before, modes, attached = fingerprint(model), [m.training for m in model.modules()], hooks(model)
     one_shot, result = (models.prune(model, data, Recipe.paper(**HALF, sequential=mode)) for mode in (False, True))
@@ -142,8 +141,8 @@ def test_what_is_read_counts_as_much_as_all_else() -> None:
     model, data = models.build("vit"), models.batches("vit")
     spread = reading_all(model)
     reads, spreads = (models.prune(one, data, Recipe.paper(**HALF, sequential=True)) for one in (model, spread))
-    assert reads.plan.why["sequential"]["read"] == {"blocks.1": 1}
-    assert spreads.plan.why["sequential"]["read"] == {"blocks.1": 17}
+    assert reads.plan.why["refit"]["read"] == {"blocks.1": 1}
+    assert spreads.plan.why["refit"]["read"] == {"blocks.1": 17}
     assert class_token_error(reads.model, model, data) < class_token_error(spreads.model, model, data)
 
 
@@ -176,13 +175,14 @@ def class_token_error(pruned: nn.Module, dense: nn.Module, data: list[Any]) -> f
 
 
 def test_auto_gives_way_where_it_cannot_be_had() -> None:
-    assert Recipe(target_macs=0.7).sequential == "auto"
-    assert Recipe(target_macs=0.7, compensate="none").sequential is False
+    assert Recipe(target_macs=0.7).refits
+    assert not Recipe(target_macs=0.7, compensate="none").refits
     recipe = Recipe.paper(**HALF, sequential="auto")
     for family, taken in (("vit", True), ("hf-whisper", False)):
         result = models.prune(*setup(family), recipe)
-        assert result.plan.recipe.sequential is taken
-        assert ("sequential" in result.plan.why) is taken
+        assert result.plan.recipe == recipe
+        assert ("refit" in result.plan.why) is taken
+        assert (result.plan.notes == []) is taken
     model, data = setup("vit")
     stats = corp.calibrate(model, data, forward=models.call)
     assert corp.apply(model, stats, corp.plan(model, stats, recipe)).report.params == result_params(model, data)
@@ -257,9 +257,9 @@ def test_padding_is_not_data() -> None:
 def test_models_of_another_make_are_refused_before_calibration(
     family: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corp.api.calibrate", lambda *_args, **_options: pytest.fail("calibrated first"))
+    monkeypatch.setattr("corp.api._calibrate", lambda *_args, **_options: pytest.fail("calibrated first"))
     model, data = setup(family)
-    with pytest.raises(PlanError, match=f"cannot be fitted sequentially: .*{reason}.*sequential=True"):
+    with pytest.raises(PlanError, match=f"sequential=True: this model cannot be refitted: .*{reason}"):
         models.prune(model, data, Recipe.paper(**HALF, sequential=True))
     assert hooks(model) == 0
 
@@ -317,6 +317,27 @@ def test_statistics_alone_do_not_do() -> None:
         corp.apply(model, stats, plan)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_weight_that_changes_after_its_refit_is_found(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One per mille off in a layer that the streams have passed: the model is not given out."""
+    model, data = setup("vit")
+    one_shot = models.prune(model, data, Recipe.paper(**HALF))
+    repaired = partial(corp.repair, model, one_shot, data, forward=models.call)
+    tampered: list[str] = []
+
+    def tampering(smaller: Any, name: str, folded: Folded, *, bias: bool) -> None:
+        refill(smaller, name, folded, bias=bias)
+        if name == "blocks.1.attn.proj":
+            smaller.blocks[0].mlp.fc2.weight.data *= 1.001
+            tampered.append(name)
+
+    monkeypatch.setattr("corp.refit.repair.refill", tampering)
+    with pytest.raises(ModelError, match=r"self-check: the refitted model does not end .*\(blocks\.1\)"):
+        repaired() if later else models.prune(model, data, Recipe.paper(**HALF, sequential=True))
+    assert tampered == ["blocks.1.attn.proj"]
+    assert hooks(model) == 0
+
+
 def test_an_iterator_is_refused() -> None:
     def once() -> Iterator[Any]:
         yield from models.batches("vit")
@@ -329,9 +350,7 @@ def test_an_iterator_is_refused() -> None:
 
 def test_memory_is_counted_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp.refit.repair.free_bytes", lambda _device: 1000)
-    with pytest.raises(
-        PlanError, match=r"hidden states of sequential fitting need .*MB, 1000B are free.*fewer samples"
-    ):
+    with pytest.raises(PlanError, match=r"hidden states of the refit need .*MB, 1000B are free.*fewer samples"):
         models.prune(models.build("vit"), models.batches("vit"), Recipe.paper(mlp=0.5, sequential=True))
 
 
@@ -358,7 +377,7 @@ def test_few_tokens_are_told() -> None:
         ({"sequential": 1}, "not one of"),
         ({"sequential": True, "compensate": "none"}, "compensate='none'"),
         ({"sequential": True, "sequential_samples": 0}, "whole number"),
-        ({"sequential_samples": 9}, "with sequential=True only"),
+        ({"sequential_samples": 9}, "used by the refit only"),
     ],
 )
 def test_recipes_that_make_no_sense(fields: dict[str, Any], reason: str) -> None:
@@ -368,7 +387,7 @@ def test_recipes_that_make_no_sense(fields: dict[str, Any], reason: str) -> None
 
 def test_saved_models_load(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3, pretrained=False).eval()
+    model = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
     data = [torch.randn(8, 3, 32, 32) for _ in range(2)]
     result = corp.prune(model, data, Recipe.paper(**{**HALF, "rank": "combined"}, sequential=True))
     corp.save(result, tmp_path / "out")
@@ -409,7 +428,7 @@ def test_command(tmp_path: Path) -> None:
     fitted = ("--sequential", "--sequential-samples", 20)
     done = content("prune", f"hf:{opt}", "--calib", texts, "-o", tmp_path / "out", *common, *fitted)
     assert done["recipe"]["sequential_samples"] == 20
-    plain = content("prune", f"hf:{opt}", "--calib", texts, "-o", tmp_path / "one-shot", *common)
+    plain = content("prune", f"hf:{opt}", "--calib", texts, "-o", tmp_path / "one-shot", *common, "--no-sequential")
     assert done["params"] == plain["params"]
     first, second = (corp.load(tmp_path / name) for name in ("out", "one-shot"))
     assert fingerprint(first) != fingerprint(second)

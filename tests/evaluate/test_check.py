@@ -11,10 +11,9 @@ import torch
 import corp
 from corp import CorpError, Recipe
 from corp.evaluate.check import check, require_equal
-from corp.surgery import folding
+from corp.surgery import apply as surgery
 from corp.surgery.self_check import verify
-from tests.contract import test_hf_rotary
-from tests.helpers import models
+from tests.helpers import models, rotary_models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 SOME = ["vit", "siglip", "relative-position", "hf-gpt2", "hf-bert", "torch-encoder", "torchvision-vit"]
@@ -27,7 +26,7 @@ def test_the_error_of_the_weights_is_the_planned_one(family: str, dtype: torch.d
     stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
     for basis in ("coordinates", "subspace"):
         plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5, attn_basis=basis))
-        findings = verify(model, corp.apply(model, stats, plan).model, stats, plan)
+        findings = verify(model, corp.apply(model, stats, plan).model, corp.find_sites(model), stats, plan)
         assert [finding.site for finding in findings] == [site.name for site in plan.sites]
         assert all(finding.agrees for finding in findings)
 
@@ -35,10 +34,10 @@ def test_the_error_of_the_weights_is_the_planned_one(family: str, dtype: torch.d
 @pytest.mark.parametrize("rank", ["combined", "exact"])
 @pytest.mark.parametrize("family", ["llama", "phi", "gpt-neox"])
 def test_rotary_weights_too(family: str, rank: str) -> None:
-    model, data = test_hf_rotary.build(family, torch.float32), test_hf_rotary.batches()
+    model, data = rotary_models.build(family, torch.float32), rotary_models.batches()
     stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
     plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5, rank=rank))
-    findings = verify(model, corp.apply(model, stats, plan).model, stats, plan)
+    findings = verify(model, corp.apply(model, stats, plan).model, corp.find_sites(model), stats, plan)
     assert len(findings) == len(plan.sites)
     assert all(finding.agrees for finding in findings)
 
@@ -49,16 +48,16 @@ def test_a_fold_that_goes_wrong_is_not_given_out(kind: str, monkeypatch: pytest.
     model, data = models.build("vit", torch.float32), models.batches("vit", dtype=torch.float32)
     stats = corp.calibrate(model, data)
     plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5, vo=0.5))
-    right = folding.apply_sites
+    right = surgery.apply_group
 
-    def wrong(smaller: torch.nn.Module, group: list[folding.Planned], *rest: object) -> None:
+    def wrong(smaller: torch.nn.Module, group: list[surgery.Planned], *rest: object) -> None:
         right(smaller, group, *rest)  # type: ignore[arg-type]
         site = group[0][0]
         if any(one.kind == kind for one, _ in group) and site.name.startswith("blocks.1"):
             layer = {"mlp": "blocks.1.mlp.fc2", "attn": "blocks.1.attn.qkv", "vo": "blocks.1.attn.proj"}[kind]
             smaller.get_submodule(layer).weight.data *= 1.01
 
-    monkeypatch.setattr("corp.api.apply_sites", wrong)
+    monkeypatch.setattr(surgery, "apply_group", wrong)
     with pytest.raises(CorpError, match=r"self-check: blocks\.1\.\S+ .*by the plan"):
         corp.apply(model, stats, plan)
 
@@ -81,7 +80,7 @@ def test_sites_fed_with_dense_inputs_do_what_their_weights_say(family: str) -> N
 @pytest.mark.parametrize("rank", ["combined", "exact"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "gpt-neox"])
 def test_rotated_sites_too(family: str, rank: str) -> None:
-    model, data = test_hf_rotary.build(family), test_hf_rotary.data_for(family)
+    model, data = rotary_models.build(family), rotary_models.data_for(family)
     result = models.prune(model, data[:2], Recipe.paper(mlp=0.5, attn=0.5, rank=rank))
     checked = check(model, result.model, result.plan, data[2:])
     assert [one.finding.site for one in checked] == [site.name for site in result.plan.sites]
@@ -92,16 +91,16 @@ def test_rotated_sites_too(family: str, rank: str) -> None:
 
 
 def test_a_wrong_frequency_is_found() -> None:
-    model, data = test_hf_rotary.build("llama"), test_hf_rotary.batches()
+    model, data = rotary_models.build("llama"), rotary_models.batches()
     result = models.prune(model, data, Recipe.paper(attn=0.5))
     site = result.plan.sites[0]
-    other = dataclasses.replace(site, kept=tuple(tuple(sorted(_turned_away(group))) for group in site.kept))
+    other = dataclasses.replace(site, kept=tuple(tuple(sorted(_other_pairs(group))) for group in site.kept))
     plan = dataclasses.replace(result.plan, sites=(other, *result.plan.sites[1:]))
     with pytest.raises(CorpError, match="sites do not do what their weights say"):
         require_equal(check(model, result.model, plan, data[:1]))
 
 
-def _turned_away(kept: tuple[int, ...]) -> set[int]:
+def _other_pairs(kept: tuple[int, ...]) -> set[int]:
     """As many pairs, but others."""
     pairs = len(kept) // 2
     half = 2 * pairs  # a half of the dimensions was kept, so there are as many pairs as dimensions kept

@@ -1,0 +1,28 @@
+"""An observer that keeps what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from corp.observer import Advance, Observer
+
+
+class Recorder(Observer):
+    """The notes, and every stage with how many units were done."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.stages: dict[str, int] = {}
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        self.stages[name] = 0
+
+        def advance(done: int) -> None:
+            self.stages[name] += done
+
+        yield advance
