@@ -14,7 +14,6 @@ from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
 from corp.numerics import logit, rank, rotary, subspace
-from corp.numerics.ridge import choose_system
 from corp.observer import stage
 from corp.planning.fitting import fit_head, fit_turned, head_system
 from corp.planning.plan import GroupCost, SitePlan
@@ -24,7 +23,6 @@ from corp.sites import AttentionSite
 
 Part: TypeAlias = tuple[list[int], GroupCost]  # dimensions kept, and their cost
 Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data
-LARGEST_STEP = 4096  # unknowns of an exact step of a subspace; beyond, its start is kept
 
 
 class HeadSums(NamedTuple):
@@ -85,13 +83,8 @@ def _parts(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> li
 
 
 def choose_ridge(parts: Sequence[_Pairs | _Dimensions | _Subspaces], groups: int, recipe: Recipe) -> float:
-    """The recipe's, or the one that does best on the held-out batches, for all heads of the attention."""
-    if recipe.ridge != "auto" or recipe.compensate != "full":
-        return recipe.ridge_given
-    judged = [part for part in parts if not isinstance(part, _Subspaces) and held_out(part.sums)]
-    if not judged:
-        return recipe.ridge_given
-    return choose_system(pair for part in judged for g in range(groups) for pair in part.systems(g)).ridge
+    """The recipe's."""
+    return recipe.ridge_given
 
 
 def held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:
@@ -226,8 +219,7 @@ class _Subspaces(_Dimensions):
 def fit_group(grams: Grams, heads: range, keep: int, compensate: str, ridge: float) -> subspace.Subspace:
     """The subspace of query heads that share their keys, of which only what softmax notices is fitted."""
     sums = [grams.head(h, centred=True) for h in heads]
-    small = keep * grams.width <= LARGEST_STEP
-    return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(compensate == "full" and small))
+    return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(compensate == "full"))
 
 
 def _share(part: float, whole: float) -> float | None:
