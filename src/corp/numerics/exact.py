@@ -53,55 +53,53 @@ def elimination_path(W: Tensor, cov: Tensor, *, ridge: float = 0.0, least: int =
     comes last, in order of its cost when the path ended.
     """
     without, left = dead(cov).nonzero()[:, 0], (~dead(cov)).nonzero()[:, 0]
-    K, used = _inverse(cov[left[:, None], left], ridge, mean_diagonal(cov))
-    N = torch.empty_like(K)
-    for rows, columns in _panels(len(K)):
-        torch.mm(W[:, left[rows]].mT, W[:, left[columns]], out=N[rows, columns])
+    inverse, used = _inverse(cov[left[:, None], left], ridge, mean_diagonal(cov))
+    KN = torch.stack([inverse, torch.empty_like(inverse)])  # (2, D, D): one operation serves both
+    del inverse
+    for rows, columns in _panels(len(left)):
+        torch.mm(W[:, left[rows]].mT, W[:, left[columns]], out=KN[1, rows, columns])
     order, costs = [without], [cov.new_zeros(len(without))]
     while (n := len(left)) > least:
-        gone, paid = _block(K[:n, :n], N[:n, :n], min(BLOCK, n - least))
+        gone, paid = _block(KN[:, :n, :n], min(BLOCK, n - least))
         order.append(left[gone])
         costs.append(paid)
         left = _closed_up(left, gone)
-    n = len(left)
-    order.append(left[(N.diagonal()[:n] / K.diagonal()[:n]).argsort(stable=True)])
-    error = torch.cat([*costs, cov.new_zeros(n)]).cumsum(0)
+    k_diagonal, n_diagonal = KN.diagonal(dim1=1, dim2=2)[:, : len(left)]
+    order.append(left[(n_diagonal / k_diagonal).argsort(stable=True)])
+    error = torch.cat([*costs, cov.new_zeros(len(left))]).cumsum(0)
     error[len(cov) - least :] = torch.inf
     return Path(torch.cat(order), error, used)
 
 
-def _block(K: Tensor, N: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Remove `steps` channels: their places and what each cost. K and N become those of the others, moved up."""
-    n, device = len(K), K.device
-    factors = K.new_empty(3, steps, n)  # v, s and v once more: [v, s] and [s, v] are then views
-    V, S, _ = factors
-    k_diagonal, n_diagonal = K.diagonal().clone(), N.diagonal().clone()
-    least = torch.finfo(K.dtype).tiny
+def _block(KN: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Remove `steps` channels: their places, and what each cost. K and N (2, n, n) become those of the others."""
+    factors = KN.new_empty(steps, 2, KN.shape[-1])  # v and s of every removal
+    V, S = factors.unbind(1)
+    diagonals = KN.diagonal(dim1=1, dim2=2) * KN.new_tensor(
+        [[1.0], [0.5]]
+    )  # K_jj and N_jj / 2: both lose v times [v, s]
+    k_diagonal, half = diagonals
     gone, costs = [], []
     for t in range(steps):
-        cost = n_diagonal / k_diagonal
-        j = int(cost.argmin())
-        k_jj, n_jj = float(k_diagonal[j]), float(n_diagonal[j])
-        v, s = V[t], S[t]
-        _read_row(K, j, into=v)
-        _read_row(N, j, into=s)
+        j = int((half / k_diagonal).argmin())
+        k_jj, half_jj = diagonals[:, j].tolist()
+        now = factors[t]
+        _read_row(KN, j, into=now)
+        v, s = now
         if t:
-            v_j, s_j = V[:t, j], S[:t, j]
-            v.addmv_(V[:t].mT, v_j, alpha=-1)
-            s.addmv_(V[:t].mT, s_j, alpha=-1).addmv_(S[:t].mT, v_j, alpha=-1)
-        v.mul_(k_jj**-0.5)
-        s.mul_(k_jj**-0.5).sub_(v, alpha=0.5 * n_jj / k_jj)
-        k_diagonal.addcmul_(v, v, value=-1).clamp_(min=least)
-        n_diagonal.addcmul_(v, s, value=-2).clamp_(min=0)
-        n_diagonal[j] = torch.inf  # never chosen again
+            before, v_j, s_j = V[:t].mT, V[:t, j], S[:t, j]
+            v.addmv_(before, v_j, alpha=-1)
+            s.addmv_(before, s_j, alpha=-1).addmv_(S[:t].mT, v_j, alpha=-1)
+        now.mul_(k_jj**-0.5)
+        s.sub_(v, alpha=half_jj / k_jj)
+        diagonals.addcmul_(now, v, value=-1).clamp_(min=torch.finfo(KN.dtype).tiny)
+        half[j] = torch.inf  # never chosen again
         gone.append(j)
-        costs.append(n_jj / k_jj)
-    factors[2] = V
-    places = torch.tensor(gone, device=device)
-    _move_up(K, places)
-    _move_up(N, places)
-    _downdate(K, N, _closed_up(factors.permute(2, 0, 1), places).permute(1, 2, 0))
-    return places, K.new_tensor(costs)
+        costs.append(2 * half_jj / k_jj)
+    places = torch.tensor(gone, device=KN.device)
+    _move_up(KN, places)
+    _downdate(KN, _closed_up(factors.permute(2, 0, 1), places).permute(1, 2, 0))
+    return places, KN.new_tensor(costs)
 
 
 def _panels(n: int) -> list[tuple[slice, slice]]:
@@ -110,19 +108,20 @@ def _panels(n: int) -> list[tuple[slice, slice]]:
 
 
 def _read_row(A: Tensor, j: int, *, into: Tensor) -> None:
-    """Row j of a symmetric matrix that is up to date in its panels only."""
+    """Row j of symmetric matrices (2, n, n) that are up to date in their panels only."""
     start = j // PANEL * PANEL
-    into[:start] = A[:start, j]
-    into[start:] = A[j, start:]
+    into[:, start:] = A[:, j, start:]
+    if start:
+        into[:, :start] = A[:, :start, j]
 
 
-def _downdate(K: Tensor, N: Tensor, factors: Tensor) -> None:
-    """K - V^T V and N - V^T S - S^T V of the m channels left, in place; factors (3, steps, m) are V, S, V."""
-    V, m = factors[0], factors.shape[-1]
-    both, swapped = (part.reshape(-1, m) for part in (factors[:2], factors[1:]))
+def _downdate(KN: Tensor, factors: Tensor) -> None:
+    """K - V^T V and N - V^T S - S^T V of the m channels left, in place; factors (steps, 2, m) are v and s."""
+    V, m = factors[:, 0], factors.shape[-1]
+    both, swapped = (part.reshape(-1, m) for part in (factors, factors.flip(1)))
     for rows, columns in _panels(m):
-        K[rows, columns].addmm_(V[:, rows].mT, V[:, columns], alpha=-1)
-        N[rows, columns].addmm_(both[:, rows].mT, swapped[:, columns], alpha=-1)
+        KN[0, rows, columns].addmm_(V[:, rows].mT, V[:, columns], alpha=-1)
+        KN[1, rows, columns].addmm_(both[:, rows].mT, swapped[:, columns], alpha=-1)
 
 
 def _moves(n: int, gone: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,13 +140,13 @@ def _closed_up(x: Tensor, gone: Tensor) -> Tensor:
 
 
 def _move_up(A: Tensor, gone: Tensor) -> None:
-    """The same for rows and columns of a symmetric matrix that is up to date in its panels only, in place."""
-    source, target = _moves(len(A), gone)
-    own = torch.arange(len(A), device=A.device) >= (source // PANEL * PANEL)[:, None]
-    rows = torch.where(own, A[source], A[:, source].mT)
-    rows[:, target] = rows[:, source]
-    A[target] = rows
-    A[:, target] = rows.mT
+    """The same for rows and columns of symmetric matrices (2, n, n), up to date in their panels only, in place."""
+    source, target = _moves(A.shape[-1], gone)
+    own = torch.arange(A.shape[-1], device=A.device) >= (source // PANEL * PANEL)[:, None]
+    rows = torch.where(own, A[:, source], A[:, :, source].mT)
+    rows[:, :, target] = rows[:, :, source]
+    A[:, target] = rows
+    A[:, :, target] = rows.mT
 
 
 def _inverse(cov: Tensor, ridge: float, scale: float) -> tuple[Tensor, float]:

@@ -12,7 +12,6 @@ formulas hold with both means 0 and raw second moments in place of covariances.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -82,7 +81,9 @@ def choose_ridge(seen: GapMoments, unseen: GapMoments, ridges: Sequence[float] =
     """
     left = {}
     for ridge in ridges:
-        with suppress(SingularSystemError):
+        try:
             left[ridge] = gap_left(unseen, fit_gap(seen, ridge))
+        except SingularSystemError:
+            continue
     best = min(left, key=left.__getitem__, default=None)
     return best if best is not None and left[best] < gap_of(unseen) else None
