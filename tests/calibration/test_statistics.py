@@ -8,6 +8,7 @@ from corp.calibration.moments import ACTIVE_EPS, Moments
 from corp.calibration.site_sums import Entry, StoredSums
 from corp.calibration.tokens import choose_tokens, real_tokens
 from corp.errors import StatisticsError
+from corp.numerics.linalg import unpack
 
 
 def moments_of(*parts: torch.Tensor) -> Moments:
@@ -124,14 +125,13 @@ def test_grams_are_sums_over_the_queries_and_keys_that_exist(
                 about_mean = seen[:, h] - seen[:, h].mean(0)
                 centred[h] += torch.einsum("ij,kl->ijkl", about_mean.T @ about_mean, g_q)
     assert (grams.samples, grams.entries, grams.tokens) == (5, entries, sum(lengths))
-    index = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
     for h in range(heads):
         head = grams.head(h)
         torch.testing.assert_close(head.energy(), E[h])
         torch.testing.assert_close(head.cross(), H[h])
         for whole, part in ((kron, head), (centred, grams.head(h, centred=True))):
-            packed = torch.stack([torch.stack([whole[h][*i, *j] for j in index]) for i in index])
-            torch.testing.assert_close(part.kron_of(torch.arange(d)), packed)
+            X = torch.randn(d, d, dtype=torch.float64)
+            torch.testing.assert_close(part.normal().apply(X), torch.einsum("ijkl,li->kj", whole[h], X))
 
 
 def test_the_blocks_of_a_causal_sample_cover_every_visible_pair_once() -> None:
@@ -143,13 +143,13 @@ def test_the_blocks_of_a_causal_sample_cover_every_visible_pair_once() -> None:
     torch.testing.assert_close(grams.head(0).energy().sum(), logits.tril().square().sum())
 
 
-def test_sums_of_keys_and_their_number_are_kept_per_entry() -> None:
+def test_means_of_keys_and_their_number_are_kept_per_entry() -> None:
     (q, mask), (k, _) = padded([4, 9], 3, "right"), padded([4, 9], 3, "right")
     grams = Grams(1, 3)
     grams.update(q, k, q_mask=mask, k_mask=mask)
     state = grams.state()
     assert state["keys"].tolist() == [4, 9]
-    torch.testing.assert_close(state["key_sum"][1, 0], k[1, :9].sum(0))
+    torch.testing.assert_close(state["key_mean"][1, 0], k[1, :9].mean(0))
     again = Grams.from_state(1, 3, state)
     assert (again.samples, again.entries, again.tokens) == (2, 2, 13)
 
@@ -172,3 +172,45 @@ def test_asking_for_a_name_reads_no_file() -> None:
     stored = StoredSums({"mlp": Entry(4, 0, "a")}, lambda file: pytest.fail(f"{file} was looked for"))
     assert "mlp" in stored
     assert "attn" not in stored
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ratio", [100, 1000])
+def test_centred_keys_survive_a_large_mean_in_float32(ratio: int, causal: bool, window: int | None) -> None:
+    """The oracle centres in float64; both Grams must have float32's own precision, and stay semidefinite."""
+    q, k = torch.randn(2, 3, 40, 4)
+    k = k @ torch.randn(4, 4) + ratio
+    rounded, exact = Grams(1, 4), Grams(1, 4)
+    rounded.update(q, k, causal=causal, window=window if causal else None)
+    exact.update(q.double(), k.double(), causal=causal, window=window if causal else None)
+    again = Grams.from_state(1, 4, rounded.state())
+    for grams in (rounded, again, again + Grams(1, 4)):
+        for centred in (False, True):
+            head, oracle = (g.head(0, centred=centred) for g in (grams, exact))
+            torch.testing.assert_close(
+                head.cross(), oracle.cross(), rtol=1e-5, atol=1e-5 * float(oracle.cross().norm())
+            )
+    if not causal:
+        for b in range(3):
+            about = k[b].double() - k[b].double().mean(0)
+            found = unpack(rounded.head(0, centred=True).k[:, b], 4)
+            torch.testing.assert_close(found, about.mT @ about, rtol=1e-6, atol=1e-6 * float(about.square().sum()))
+            assert float(torch.linalg.eigvalsh(found)[0]) > 0
+
+
+@pytest.mark.parametrize("where", [0, 3, 9])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_nan_is_seen_wherever_it_is_in_a_batch(where: int, side: str) -> None:
+    """Samples of several lengths become several entries, and folded entries are gone."""
+    lengths = [4, 9, 4, 12, 7, 9, 5, 2, 3, 11]
+    (q, mask), (k, _) = padded(lengths, 3, "right"), padded(lengths, 3, "right")
+    grams = Grams(1, 3)
+    grams.update(q, k, q_mask=mask, causal=True)
+    assert grams.finite
+    (q if side == "q" else k)[where, 1] = torch.nan
+    grams.update(q, k, q_mask=mask, causal=True)
+    assert not grams.finite
+    grams.fold()
+    assert not grams.finite
+    assert not (Grams(1, 3) + grams).finite

@@ -103,6 +103,6 @@ def test_output_energy_is_the_mean_square_of_the_output(tokens: Tensor) -> None:
 
 
 def test_singular_system_says_what_to_do() -> None:
-    cov = torch.zeros(7, 7, dtype=torch.float64)
+    cov = torch.ones(7, 7, dtype=torch.float64)  # seven times the same channel
     with pytest.raises(SingularSystemError, match=r"4 kept dimensions .* raise the ridge or calibrate on more"):
         affine.fit_affine(torch.zeros(7, dtype=torch.float64), cov, kept, pruned, ridge=0.0)

@@ -67,3 +67,33 @@ def test_it_beats_choosing_by_energy(problem: tuple[Tensor, Tensor]) -> None:
     kept = exact.elimination_path(W, cov).keep(7)[0].tolist()
     by_energy = (cov.diagonal() * W.square().sum(0)).topk(7).indices.tolist()
     assert error(W, cov, kept) < error(W, cov, by_energy)
+
+
+@pytest.mark.parametrize(("block", "panel"), [(1, 4), (3, 2), (5, 4), (128, 3)])
+def test_neither_blocks_nor_panels_change_the_path(
+    block: int, panel: int, problem: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = exact.elimination_path(*problem, ridge=1e-3)
+    monkeypatch.setattr(exact, "BLOCK", block)
+    monkeypatch.setattr(exact, "PANEL", panel)
+    path = exact.elimination_path(*problem, ridge=1e-3)
+    assert torch.equal(path.order, whole.order)
+    torch.testing.assert_close(path.error, whole.error)
+
+
+def test_a_ridge_that_had_to_be_raised_is_told(problem: tuple[Tensor, Tensor]) -> None:
+    W, cov = problem
+    assert exact.elimination_path(W, cov, ridge=1e-3).ridge == 1e-3
+    twice = torch.eye(D, dtype=torch.float64)
+    twice[3] = twice[1]
+    path = exact.elimination_path(W, twice @ cov @ twice.mT)
+    assert path.ridge == 1e-10
+    assert path.order[0] in (1, 3)
+    assert float(path.error[0]) < 1e-6 * float(path.error[1])
+
+
+def test_the_inputs_are_left_as_they_were(problem: tuple[Tensor, Tensor]) -> None:
+    copies = [x.clone() for x in problem]
+    exact.elimination_path(*problem)
+    for x, copy in zip(problem, copies, strict=True):
+        assert torch.equal(x, copy)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from corp.calibration.grams import Grams
-from corp.numerics import logit
+from corp.numerics import kronecker, logit
 from corp.numerics.linalg import pack, packed_index, unpack
 
 kept, pruned = torch.tensor([0, 2, 3]), torch.tensor([1, 4])
@@ -24,7 +24,13 @@ def system_of(q: Tensor, k: Tensor) -> logit.LogitSystem:
     grams.update(q[:2], k[:2])
     grams.update(q[2:], k[2:])
     head = grams.head(0)
-    return logit.logit_system(head.kron_of(kept), head.cross(), head.energy(), kept, pruned)
+    return logit.logit_system(head.normal_of(kept), head.cross(), head.energy(), kept, pruned)
+
+
+def dense(G: kronecker.Operator, m: int, n: int) -> Tensor:
+    """The matrix of an operator on (m, n), columns stacked, applied to one entry after the other."""
+    units = torch.eye(m * n, dtype=torch.float64).reshape(-1, n, m).mT
+    return torch.stack([G.apply(unit).T.reshape(-1) for unit in units])
 
 
 def design(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,9 +43,11 @@ def design(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def test_system_equals_the_normal_equations_of_all_logits(samples: tuple[Tensor, Tensor]) -> None:
     A, T = design(*samples)
     system = system_of(*samples)
-    torch.testing.assert_close(system.G, A.T @ A)
-    torch.testing.assert_close(system.h, A.T @ T)
+    torch.testing.assert_close(dense(system.G, 3, 3), A.T @ A)
+    torch.testing.assert_close(system.h.T.reshape(-1), A.T @ T)
     assert pytest.approx(float(T @ T)) == system.T
+    assert pytest.approx(float((A.T @ A).diagonal().mean())) == system.scale
+    assert float(torch.linalg.eigvalsh(A.T @ A)[-1]) <= kronecker.norm_bound(system.G)
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.4])
@@ -76,7 +84,8 @@ def test_folded_sums_give_the_same_system_as_single_samples(samples: tuple[Tenso
     assert lazy.kron is None
     for name in ("energy", "cross"):
         torch.testing.assert_close(getattr(eager.head(0), name)(), getattr(lazy.head(0), name)())
-    torch.testing.assert_close(eager.head(0).kron_of(kept), lazy.head(0).kron_of(kept))
+    both = (grams.head(0).normal_of(kept) for grams in (eager, lazy))
+    torch.testing.assert_close(*(dense(G, 3, 3) for G in both))
 
 
 def test_energy_ranks_by_the_expected_product_of_column_norms(samples: tuple[Tensor, Tensor]) -> None:

@@ -102,3 +102,14 @@ def test_tokens_that_are_read_count_half(intercept: bool) -> None:
     torch.testing.assert_close(found.cov, (x - mean).mT @ (weight * (x - mean)))
     torch.testing.assert_close(found.cross, (gap - middle).mT @ (weight * (x - mean)))
     assert gap_of(found) == pytest.approx(float((weight * gap.square()).sum()))
+
+
+def test_ridges_without_a_factor_are_no_candidates() -> None:
+    """A covariance that rounding made indefinite: small ridges do not solve it, larger ones do."""
+    x, gap = tokens()
+    moments = sums_of(x, gap).moments(True)
+    values, vectors = torch.linalg.eigh(moments.cov)
+    values[0] = -1e-3 * values.mean()
+    rounded = moments._replace(cov=vectors * values @ vectors.mT)
+    assert choose_ridge(rounded, moments) == 1e-2
+    assert choose_ridge(rounded, moments, ridges=(1e-5, 1e-4)) is None

@@ -119,6 +119,14 @@ def test_a_pair_that_repeats_another_is_eliminated_without_loss() -> None:
     assert rotary.distortion(system, rotary.fit_pairs(system, ridge=0.0)).J < 1e-8 * system.T
 
 
+def test_groups_of_heads_are_eliminated_at_once_as_one_by_one() -> None:
+    q, k = torch.randn(2, 3, 2, 20, 2 * P, dtype=torch.float64)
+    A = rotary.pair_moments(q.mT @ q, k.mT @ k)  # (3, 2, 2p, 2p): three groups of two heads
+    both = rotary.eliminate(A, 2)
+    for together, alone in zip(both, zip(*(rotary.eliminate(group, 2) for group in A), strict=True), strict=True):
+        assert torch.equal(together, torch.stack(alone))
+
+
 SCALE = 0.3
 
 
@@ -188,3 +196,13 @@ def test_pair_sums_add_and_survive_a_file() -> None:
         _ = whole + PairSums(4, 4, 2 * P)
     with pytest.raises(StatisticsError, match="no samples"):
         PairSums(4, 2, 2 * P).group(0, weighted=True)
+
+
+@pytest.mark.parametrize("ratio", [100, 1000])
+def test_keys_with_a_large_mean_keep_their_weighted_moments_in_float32(ratio: int) -> None:
+    q = torch.randn(2, 2, N, 2 * P, dtype=torch.float64)
+    k = torch.randn(2, 2, N, 2 * P, dtype=torch.float64) + ratio
+    k = k.float().double()
+    exact = pair_sums(q, k, causal=True).weighted
+    rounded = pair_sums(q.float(), k.float(), causal=True).weighted
+    torch.testing.assert_close(rounded, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))

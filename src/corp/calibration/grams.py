@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from corp.calibration.head_grams import FoldedHead, HeadGrams, SampledHead
 from corp.calibration.moments import sum_device
 from corp.calibration.query_blocks import query_blocks, same_lengths
 from corp.errors import StatisticsError
-from corp.numerics.linalg import pack, packed_size, unpack
+from corp.numerics.linalg import pack, packed_outer, packed_size, unpack
 
 FOLD_BLOCK = 256  # entries folded at once: one large product instead of many thin ones
 # Blocks of queries per sample under a causal mask. Of the logits that b blocks count, a share of (b-1)/(2b) is spared:
@@ -17,15 +19,45 @@ FOLD_BLOCK = 256  # entries folded at once: one large product instead of many th
 CAUSAL_BLOCKS = 4
 
 
+class Keys(NamedTuple):
+    """The keys of every entry: their packed Grams about their mean, that mean, and how many they are; in float64."""
+
+    gram: Tensor  # (B, H, t)
+    mean: Tensor  # (B, H, d)
+    number: Tensor  # (B,)
+
+    def joined(self, more: Keys) -> Keys:
+        """These keys and more, without a difference of large numbers: each Gram stays about its own mean."""
+        number = self.number + more.number
+        away, share = more.mean - self.mean, (more.number / number)[:, None, None]
+        gram = self.gram + more.gram + (self.number[:, None, None] * share) * packed_outer(away)
+        return Keys(gram, self.mean + share * away, number)
+
+
+def about_mean(k: Tensor, mask: Tensor | None = None) -> Keys:
+    """The keys k (B, H, n, d) as one entry per sample; the mask (B, n) is True at real tokens.
+
+    Products are formed about the mean as the keys' dtype has it, and what that is away from the mean follows exactly.
+    """
+    count = k.new_full((len(k),), k.shape[2]) if mask is None else mask.sum(1)
+    count = count.clamp(min=1)[:, None, None]  # an entry without keys has no sum either
+    shift = _zeroed(k, mask).sum(2) / count  # (B, H, d)
+    y = _zeroed(k - shift[:, :, None], mask)
+    gram, total = _to_sums(pack(y.mT @ y)).double(), _to_sums(y.sum(2)).double()
+    n = _to_sums(count).double()
+    away = total / n
+    return Keys(gram - n * packed_outer(away), _to_sums(shift).double() + away, n[:, 0, 0])
+
+
 class Grams:
     """g_q = Q^T Q and g_k = K^T K of every entry and head, or the sum of their Kronecker products.
 
     An entry is a set of queries and the keys they see: a sample, or under a causal mask a block of its queries with
     all keys up to the block's end, or those in its window. Few entries are kept one by one (packed, float32 like the
-    products they are), with the number and the sum of each entry's keys, from which the Grams of centred keys follow:
-    softmax ignores what is constant along a row. Past the number at which that would be larger than
-    sum_b vech(g_k) vech(g_q)^T, once with the keys as they are and once centred, they are folded into those sums
-    (float64). Both hold all that any choice of dimensions or of subspaces needs.
+    products they are), keys about their mean m, beside m and the number n of keys (float64): softmax ignores what is
+    constant along a row, and g_k of the keys as they are is the centred one plus n m m^T. Past the number at which that
+    would be larger than sum_b vech(g_k) vech(g_q)^T, once with the keys as they are and once centred, they are folded
+    into those sums (float64). Both hold all that any choice of dimensions or of subspaces needs.
     """
 
     def __init__(self, heads: int, width: int) -> None:
@@ -34,10 +66,11 @@ class Grams:
         self.tokens = 0  # queries
         self.entries = 0
         self._q: list[Tensor] = []  # each (b, H, t), t = d(d+1)/2
-        self._k: list[Tensor] = []
-        self._key_sum: list[Tensor] = []  # each (b, H, d)
-        self._keys: list[Tensor] = []  # each (b,): how many
+        self._k: list[Tensor] = []  # about the entry's mean key
+        self._key_mean: list[Tensor] = []  # each (b, H, d), float64
+        self._keys: list[Tensor] = []  # each (b,), float64: how many
         self._pending = 0
+        self._trace = torch.zeros((), dtype=torch.float64)  # of all Grams: not finite once any of them is not
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
         self.centred_kron: Tensor | None = None  # the same of keys centred within their entry; there when kron is
 
@@ -64,23 +97,26 @@ class Grams:
             for q_part, k_part in same_lengths(self._by_head(q), self._by_head(k), q_mask):
                 self._add_causal(q_part.contiguous(), k_part.contiguous(), window)
             return
-        q, k = self._by_head(_zeroed(q, q_mask)), self._by_head(_zeroed(k, k_mask))
+        q, k = self._by_head(q), self._by_head(k)
         tokens = q.shape[0] * q.shape[2] if q_mask is None else int(q_mask.sum())
-        keys = k.new_full((len(k),), k.shape[2]) if k_mask is None else k_mask.sum(1)
-        self._append(_packed_gram(q), _packed_gram(k), k.sum(2), keys, tokens)
+        self._append(_zeroed(q, q_mask), about_mean(k, k_mask), tokens)
 
     def _add_causal(self, q: Tensor, k: Tensor, window: int | None) -> None:
         """Samples of one length n, q and k (B, H, n, d): an entry per block of queries."""
-        for block in query_blocks(q, k, CAUSAL_BLOCKS, window):
-            keys, tokens = k.new_full((len(k),), block.keys), len(q) * block.queries.shape[2]
-            g_k = _to_sums(pack(block.key_gram))
-            self._append(_packed_gram(block.queries), g_k, block.key_sum, keys, tokens)
+        seen: Keys | None = None
+        for queries, keys, fresh in query_blocks(q, k, CAUSAL_BLOCKS, window):
+            new = about_mean(keys)
+            seen = new if fresh or seen is None else seen.joined(new)
+            self._append(queries, seen, len(q) * queries.shape[2])
 
-    def _append(self, g_q: Tensor, g_k: Tensor, key_sum: Tensor, keys: Tensor, tokens: int) -> None:
+    def _append(self, q: Tensor, keys: Keys, tokens: int) -> None:
+        """Add entries with the queries q (B, H, n, d)."""
+        g_q = _to_sums(pack(q.mT @ q))
         self._q.append(g_q)
-        self._k.append(g_k)
-        self._key_sum.append(_to_sums(key_sum))
-        self._keys.append(_to_sums(keys).float())
+        self._k.append(keys.gram.to(g_q.dtype))
+        self._key_mean.append(keys.mean)
+        self._keys.append(keys.number)
+        self._trace = self._trace.to(g_q.device) + g_q.double().sum() + keys.gram.sum() + keys.mean.sum()
         self.entries += len(g_q)
         self._pending += len(g_q)
         self.tokens += tokens
@@ -96,8 +132,8 @@ class Grams:
         return Grams(self.heads, self.width)
 
     def to(self, device: torch.device) -> None:
-        self._q, self._k, self._key_sum, self._keys = (
-            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_sum, self._keys)
+        self._q, self._k, self._key_mean, self._keys = (
+            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_mean, self._keys)
         )
         self.kron = None if self.kron is None else self.kron.to(device)
         self.centred_kron = None if self.centred_kron is None else self.centred_kron.to(device)
@@ -110,20 +146,22 @@ class Grams:
             t, device = packed_size(self.width), self._q[0].device
             self.kron, self.centred_kron = torch.zeros(2, self.heads, t, t, dtype=torch.float64, device=device)
         for h in range(self.heads):
-            q_h, k_h = (torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k))  # (b, t)
-            self.kron[h].addmm_(k_h.mT, q_h)
-            self.centred_kron[h].addmm_(self._centred(h, k_h).mT, q_h)
-        self._q, self._k, self._key_sum, self._keys, self._pending = [], [], [], [], 0
+            q, k, raw = self._entries(h)
+            self.kron[h].addmm_(raw.mT, q)
+            self.centred_kron[h].addmm_(k.mT, q)
+        self._q, self._k, self._key_mean, self._keys, self._pending = [], [], [], [], 0
 
-    def _centred(self, h: int, k: Tensor) -> Tensor:
-        """The packed Grams (b, t) of head h's keys once each entry's mean is taken off: g_k - s s^T / n."""
-        s = torch.cat([part[:, h] for part in self._key_sum]).double()  # (b, d)
-        n = torch.cat(self._keys).double().clamp(min=1)  # an entry without keys has no sum either
-        return k - pack(s[:, :, None] * s[:, None, :]) / n[:, None]
+    def _entries(self, h: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The packed Grams of head h's queries, of its keys about their mean and of its keys, (b, t) each, float64."""
+        q, k, mean = (
+            torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k, self._key_mean)
+        )
+        return q, k, k + torch.cat(self._keys)[:, None] * packed_outer(mean)
 
     @property
     def finite(self) -> bool:
-        return all(bool(torch.isfinite(part).all()) for part in (*self._q[-1:], *self._k[-1:]))
+        """Whether all activations that were added were finite."""
+        return bool(torch.isfinite(self._trace))
 
     def head(self, h: int, *, centred: bool = False) -> HeadGrams:
         """The sums of one head, in float64; with keys `centred` within their entry, only what softmax notices."""
@@ -132,15 +170,16 @@ class Grams:
         if self.kron is not None and self.centred_kron is not None:
             self.fold()
             return FoldedHead(self.width, (self.centred_kron if centred else self.kron)[h])
-        q, k = (torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k))
-        return SampledHead(self.width, q, self._centred(h, k) if centred else k)
+        q, k, raw = self._entries(h)
+        return SampledHead(self.width, q.mT.contiguous(), (k if centred else raw).mT.contiguous())
 
     def gram_sums(self) -> tuple[Tensor, Tensor] | None:
         """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded: the Kronecker sum holds neither."""
         if self.kron is not None:
             return None
-        q, k = (torch.cat(parts).double().sum(0) for parts in (self._q, self._k))  # (H, t)
-        return unpack(q, self.width), unpack(k, self.width)
+        q, k, mean = (torch.cat(parts).double() for parts in (self._q, self._k, self._key_mean))
+        k = k.sum(0) + (torch.cat(self._keys)[:, None, None] * packed_outer(mean)).sum(0)  # (H, t)
+        return unpack(q.sum(0), self.width), unpack(k, self.width)
 
     def __add__(self, other: Grams) -> Grams:
         if (self.heads, self.width) != (other.heads, other.width):
@@ -151,7 +190,8 @@ class Grams:
         both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
         both.entries = self.entries + other.entries
         both._q, both._k = self._q + other._q, self._k + other._k
-        both._key_sum, both._keys = self._key_sum + other._key_sum, self._keys + other._keys
+        both._key_mean, both._keys = self._key_mean + other._key_mean, self._keys + other._keys
+        both._trace = self._trace + other._trace.to(self._trace.device)
         both._pending = self._pending + other._pending
         both.kron, both.centred_kron = _sum(self.kron, other.kron), _sum(self.centred_kron, other.centred_kron)
         if both.kron is not None or both.entries > both.fold_after:
@@ -160,12 +200,11 @@ class Grams:
 
     def state(self) -> dict[str, Tensor]:
         """All of it as tensors, for a file: what is pending stays pending, so that a resumed run folds alike."""
-        t = packed_size(self.width)
-        parts = ((self._q, t), (self._k, t), (self._key_sum, self.width))
-        q, k, key_sum = (torch.cat(p) if p else torch.zeros(0, self.heads, size) for p, size in parts)
-        keys = torch.cat(self._keys) if self._keys else torch.zeros(0)
-        counts = torch.tensor([self.samples, self.tokens, self.entries])
-        state = {"counts": counts, "q": q, "k": k, "key_sum": key_sum, "keys": keys}
+        t, wide = packed_size(self.width), torch.float64
+        shapes = {"q": (self.heads, t), "k": (self.heads, t), "key_mean": (self.heads, self.width), "keys": ()}
+        state = {"counts": torch.tensor([self.samples, self.tokens, self.entries])}
+        for (name, shape), parts in zip(shapes.items(), (self._q, self._k, self._key_mean, self._keys), strict=True):
+            state[name] = torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=wide)
         if self.kron is not None and self.centred_kron is not None:
             state |= {"kron": self.kron, "centred_kron": self.centred_kron}
         return state
@@ -177,7 +216,7 @@ class Grams:
         grams._pending = len(state["q"])
         if grams._pending:
             grams._q, grams._k = [state["q"]], [state["k"]]
-            grams._key_sum, grams._keys = [state["key_sum"]], [state["keys"]]
+            grams._key_mean, grams._keys = [state["key_mean"]], [state["keys"]]
         grams.kron, grams.centred_kron = state.get("kron"), state.get("centred_kron")
         if (grams.kron is None) != (grams.centred_kron is None):
             raise StatisticsError("of the folded Grams only one of the two sums is there; calibrate again")
@@ -187,7 +226,7 @@ class Grams:
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
         """What `state` holds, -1 where any length will do: checked before a stranger's file is read."""
         t = packed_size(width)
-        entries = {"q": (-1, heads, t), "k": (-1, heads, t), "key_sum": (-1, heads, width), "keys": (-1,)}
+        entries = {"q": (-1, heads, t), "k": (-1, heads, t), "key_mean": (-1, heads, width), "keys": (-1,)}
         return {"counts": (3,), **entries, "kron": (heads, t, t), "centred_kron": (heads, t, t)}
 
 
@@ -203,15 +242,10 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b
 
 
-def _packed_gram(x: Tensor) -> Tensor:
-    """x^T x of (B, H, n, d), packed (B, H, t)."""
-    return _to_sums(pack(x.mT @ x))
-
-
 def _to_sums(x: Tensor) -> Tensor:
     return x.to(sum_device(x))
 
 
 def _zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros where the mask (B, n) is False: such a token adds nothing to a Gram, whatever it held."""
-    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+    """x (B, H, n, d), with zeros where the mask (B, n) is False: such a token adds nothing, whatever it held."""
+    return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)

@@ -1,67 +1,45 @@
-"""The sums of one head, as fits ask for them: from the Grams of every entry, or from their folded products."""
+"""The sums of one head, as fits use them: from the Grams of every entry, or from their folded products."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
+from corp.numerics.kronecker import Entries, Folded
 from corp.numerics.linalg import map_packed, pack, packed_index, unpack
 
 
-class HeadGrams(Protocol):
-    """One head's sums, however they are held."""
+class SampledHead(NamedTuple):
+    """One head, from the packed Grams of every entry, one column each."""
+
+    width: int
+    q: Tensor  # (t, N), N entries
+    k: Tensor  # (t, N)
 
     def energy(self) -> Tensor:
         """E (d, d) = sum_b g_q * g_k; its diagonal ranks the dimensions."""
+        return unpack((self.q * self.k).sum(1), self.width)
 
     def cross(self) -> Tensor:
         """H (d, d) = sum_b g_q g_k."""
+        return _at_identity(self.normal())
 
-    def kron_of(self, kept: Tensor) -> Tensor:
-        """sum_b vech(g_k,SS) vech(g_q,SS)^T (t', t') for the kept dimensions."""
+    def normal_of(self, kept: Tensor) -> Entries:
+        """M -> sum_b g_q,SS M g_k,SS, for the kept dimensions."""
+        positions = _packed_positions(self.width, kept.to(self.q.device))
+        return Entries(self.q[positions], self.k[positions], len(kept), len(kept))
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """sum_b tr(g_k) g_q and sum_b tr(g_q) g_k, each (d, d): the two factors of sum_b g_k (x) g_q, roughly."""
-
-    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
-        """sum_b vech(B g_k B^T) vech(A g_q A^T)^T; without a map that side stays as it is."""
+    def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Entries:
+        """X -> sum_b (A g_q A^T) X (B g_k B^T); without a map that side stays as it is."""
+        q, k = (p if M is None else map_packed(p, self.width, M) for p, M in ((self.q, A), (self.k, B)))
+        return Entries(q, k, *(self.width if M is None else len(M) for M in (A, B)))
 
     def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
         """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
-
-
-class SampledHead(NamedTuple):
-    """One head, from the packed Grams of every entry."""
-
-    width: int
-    q: Tensor  # (N, t), N entries
-    k: Tensor  # (N, t)
-
-    def energy(self) -> Tensor:
-        return unpack((self.q * self.k).sum(0), self.width)
-
-    def cross(self) -> Tensor:
-        q, k = unpack(self.q, self.width), unpack(self.k, self.width)  # (N, d, d)
-        return q.transpose(0, 1).reshape(self.width, -1) @ k.reshape(-1, self.width)
-
-    def kron_of(self, kept: Tensor) -> Tensor:
-        positions = _packed_positions(self.width, kept)
-        return self.k[:, positions].mT @ self.q[:, positions]
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        diagonal = packed_index(self.width).diagonal()
-        q, k = self.k[:, diagonal].sum(1) @ self.q, self.q[:, diagonal].sum(1) @ self.k
-        return unpack(q, self.width), unpack(k, self.width)
-
-    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
-        q = self.q if A is None else map_packed(self.q, self.width, A)
-        k = self.k if B is None else map_packed(self.k, self.width, B)
-        return k.mT @ q
-
-    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
-        q, k = map_packed(self.q, self.width, A), map_packed(self.k, self.width, B)
-        return unpack((q * k).sum(0), len(A))
+        mapped = self.normal(A, B)
+        return unpack((mapped.L * mapped.R).sum(1), len(A))
 
 
 class FoldedHead(NamedTuple):
@@ -71,30 +49,39 @@ class FoldedHead(NamedTuple):
     kron: Tensor  # (t, t): keys by queries
 
     def energy(self) -> Tensor:
+        """As SampledHead.energy."""
         return unpack(self.kron.diagonal(), self.width)
 
     def cross(self) -> Tensor:
-        index = packed_index(self.width)
-        # H[i, j] = sum_l g_q[i, l] g_k[l, j], axes (i, l, j)
-        return self.kron[index[None, :, :], index[:, :, None]].sum(1)
+        """As SampledHead.cross."""
+        return _at_identity(self.normal())
 
-    def kron_of(self, kept: Tensor) -> Tensor:
-        positions = _packed_positions(self.width, kept)
-        return self.kron[positions[:, None], positions]
+    def normal_of(self, kept: Tensor) -> Folded:
+        """As SampledHead.normal_of."""
+        positions = _packed_positions(self.width, kept.to(self.kron.device))
+        return Folded(self.kron[positions[:, None], positions], len(kept), len(kept))
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        diagonal = packed_index(self.width).diagonal()
-        q, k = self.kron[diagonal].sum(0), self.kron[:, diagonal].sum(1)
-        return unpack(q, self.width), unpack(k, self.width)
-
-    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
-        by_queries = self.kron if A is None else map_packed(self.kron, self.width, A)
-        return by_queries if B is None else map_packed(by_queries.mT, self.width, B).mT
+    def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Folded:
+        """As SampledHead.normal."""
+        kron = self.kron if B is None else map_packed(self.kron, self.width, B)
+        if A is not None:
+            kron = map_packed(kron.mT.contiguous(), self.width, A).mT.contiguous()
+        return Folded(kron, *(self.width if M is None else len(M) for M in (A, B)))
 
     def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
-        return unpack(self.mapped(A, B).diagonal(), len(A))
+        """As SampledHead.mapped_energy."""
+        return unpack(self.normal(A, B).P.diagonal(), len(A))
+
+
+HeadGrams: TypeAlias = SampledHead | FoldedHead
+
+
+def _at_identity(normal: Entries | Folded) -> Tensor:
+    """sum_b g_q I g_k."""
+    P = normal.L if isinstance(normal, Entries) else normal.P
+    return normal.apply(torch.eye(normal.m, dtype=P.dtype, device=P.device))
 
 
 def _packed_positions(width: int, kept: Tensor) -> Tensor:
     """Where the packed entries of the kept submatrix stand in the full packing (t',)."""
-    return pack(packed_index(width)[kept[:, None], kept])
+    return pack(packed_index(width, kept.device)[kept[:, None], kept])

@@ -41,7 +41,7 @@ def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
     width = site.plain_width
     if width == 0:
         return 0
-    t, one = packed_size(width), 4 * (site.heads * (2 * packed_size(width) + width) + 1)
+    t, one = packed_size(width), 4 * (2 * site.heads * (packed_size(width) + width) + 2)
     if entries is not None and entries <= folds_after(width):
         return entries * one
     return 2 * 8 * site.heads * t * t + FOLD_BLOCK * one

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from corp.calibration.moments import sum_device
-from corp.calibration.query_blocks import query_blocks, same_lengths
+from corp.calibration.query_blocks import query_blocks, same_lengths, with_key_grams
 from corp.errors import StatisticsError
 from corp.numerics.rotary import pair_moments
 
@@ -52,14 +52,15 @@ class PairSums:
         for q_part, k_part in same_lengths(q, k, mask):
             self.tokens += q_part.shape[0] * q_part.shape[2]
             turned = q_part[..., : self.width], k_part[..., : self.width]
-            for block in query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None))):
-                g_q = block.queries.mT @ block.queries
-                self.raw += self._added(pair_moments(g_q, self._repeated(block.key_gram)).sum(0))
+            blocks = query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None)))
+            for queries, g_k in with_key_grams(blocks):
+                self.raw += self._added(pair_moments(queries.mT @ queries, self._repeated(g_k)).sum(0))
             self.weighted += self._added(self._attended(q_part, k_part, scale, causal, window))
 
     def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
         """(H, d, d): of the queries looked at, pair moments of q_m q_m^T and the covariance of the keys under p_m."""
-        every = self._repeated(k)
+        # Neither attention nor covariance notices what all keys of a sample share, but float32 products do.
+        every = self._repeated(k - k.mean(2, keepdim=True))
         looked_at, hidden = looked_at_of(q.shape[2], causal, window)
         asking = q[:, :, looked_at]  # (B, H, M, d)
         attention = (scale * asking @ every.mT).masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
@@ -93,7 +94,7 @@ class PairSums:
 
     @property
     def finite(self) -> bool:
-        return bool(torch.isfinite(self.raw).all())
+        return bool(torch.isfinite(self.raw).all() and torch.isfinite(self.weighted).all())
 
     def __add__(self, other: PairSums) -> PairSums:
         if (self.heads, self.kv_heads, self.width) != (other.heads, other.kv_heads, other.width):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,12 +10,11 @@ from torch import Tensor
 
 
 class Block(NamedTuple):
-    """Some queries of samples of one length, and what is needed of the keys that they see."""
+    """Some queries of samples of one length, and keys that they see."""
 
     queries: Tensor  # (B, H, m, d)
-    key_gram: Tensor  # (B, K, d, d)
-    key_sum: Tensor  # (B, K, d)
-    keys: int
+    keys: Tensor  # (B, K, n, d)
+    fresh: bool  # they see these keys only; otherwise also all keys of the blocks before
 
 
 def same_lengths(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -38,14 +37,18 @@ def query_blocks(q: Tensor, k: Tensor, blocks: int, window: int | None = None) -
 
     q (B, H, n, d), k (B, K, n, d). One block without a window is every query with every key.
     """
-    gram, total, start = torch.zeros((), device=k.device), torch.zeros((), device=k.device), 0
+    start = 0
     for part in q.tensor_split(min(blocks, q.shape[2]), dim=2):
         end = start + part.shape[2]
         first = start if window is None else max(0, start - window + 1)
-        new = k[:, :, first:end]
-        if window is None:  # keys that an earlier block saw are seen still
-            gram, total, first = gram + new.mT @ new, total + new.sum(2), 0
-        else:
-            gram, total = new.mT @ new, new.sum(2)
-        yield Block(part, gram, total, end - first)
+        yield Block(part, k[:, :, first:end], window is not None or start == 0)
         start = end
+
+
+def with_key_grams(blocks: Iterable[Block]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The queries (B, H, m, d) of every block, and K^T K (B, K, d, d) of all keys that they see."""
+    gram = torch.zeros(())
+    for queries, keys, fresh in blocks:
+        new = keys.mT @ keys
+        gram = new if fresh else gram + new
+        yield queries, gram

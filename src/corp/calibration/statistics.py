@@ -16,7 +16,7 @@ from corp.calibration.site_sums import AnySums, Entry, SiteSums, StoredSums, Sum
 from corp.errors import StatisticsError
 from corp.files import file_in, new_folder, read_json, write_text
 
-FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 3, "statistics.json"
+FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 4, "statistics.json"
 
 
 @dataclass

@@ -16,7 +16,7 @@ from corp.calibration.grams import Grams
 from corp.calibration.hooks import Collector, removing, turned_heads
 from corp.calibration.masks import bound
 from corp.calibration.pairs import PAIR_BLOCKS, looked_at_of
-from corp.calibration.query_blocks import query_blocks, same_lengths
+from corp.calibration.query_blocks import query_blocks, same_lengths, with_key_grams
 from corp.calibration.statistics import Statistics
 from corp.errors import ModelError
 from corp.numerics import rotary
@@ -114,8 +114,9 @@ class LogitErrors:
             asking = torch.cat([q_old[..., : site.rotary_dims], q_new[..., : self.turned]], -1)
             asked = torch.cat([k_old[..., : site.rotary_dims], k_new[..., : self.turned]], -1)
             if not self.weighted:
-                for block in query_blocks(asking, asked, *((PAIR_BLOCKS, site.window) if dense.causal else (1, None))):
-                    total += float((block.queries.mT @ block.queries * block.key_gram).sum())
+                blocks = query_blocks(asking, asked, *((PAIR_BLOCKS, site.window) if dense.causal else (1, None)))
+                for queries, g_k in with_key_grams(blocks):
+                    total += float((queries.mT @ queries * g_k).sum())
                 continue
             looked_at, hidden = looked_at_of(q_part.shape[2], dense.causal, site.window)
             logits = site.scale * q_old[:, :, looked_at] @ k_old.mT

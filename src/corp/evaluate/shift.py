@@ -5,7 +5,7 @@ the bound of the paper's Propositions C.1.3 and C.2.3 in the form that has no un
 proofs: with B, c, M the calibrated fits, starred ones the best on the deployment data,
 
     MLP, values   2 J* + 2 ||W_P||_F^2 E||(B* - B) x_S + c* - c||^2
-    Q/K           2 J* + 2 ||G|| ||M* - M||_F^2                        ||G|| by its largest row sum
+    Q/K           2 J* + 2 ||G|| ||M* - M||_F^2                        ||G|| by an upper bound
 
 (expectations and G over the deployment data). It is loose; the exact error is what to go by.
 """
@@ -24,6 +24,7 @@ from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
 from corp.evaluate.shift_result import Shift, SiteShift
 from corp.numerics import affine, logit, rotary, subspace, values
+from corp.numerics.kronecker import norm_bound
 from corp.numerics.linalg import mean_diagonal, solve_vanishing
 from corp.planning.fitting import fit_head, fit_mlp, fit_rotated, head_system, split
 from corp.planning.heads import HeadSums, fit_group
@@ -186,7 +187,7 @@ def _dimensions(
         here, there = (head_system(head, kept, split(width, kept)) for head in both)
         M, best = fit_head(here, recipe.compensate, ridge), logit.best_logit(there)
         J_star = logit.error(there, best)
-        bound = 2 * J_star + 2 * _norm(there.G) * float((best - M).square().sum())
+        bound = 2 * J_star + 2 * norm_bound(there.G) * float((best - M).square().sum())
         energies = [float(head.energy().sum()) for head in both]
         found.append(_Found(logit.error(here, M), energies[0], logit.error(there, M), J_star, bound, energies[1]))
     return found

@@ -4,11 +4,6 @@ Every site i has a curve c_i(w), the (weighted) error when it keeps w of its cha
 most often a price per unit kept. The widths that minimise sum_i c_i(w_i) within sum_i u_i(w_i) <= budget are, up to the
 last step, those at which no site would use a further unit of budget better than another: on the lower convex hull of
 every curve, error over cost, take the steepest segments first.
-
-Local errors must be weighted by how much the output minds them. `measured_weights` takes that from the pruned model
-itself: let site i keep a little more, and see how far the output moves. The parts of a least squares error that a
-larger width removes and that it leaves are orthogonal, so the movement is the gain itself, without the noise of a
-difference of two large distances to the dense output.
 """
 
 from __future__ import annotations
@@ -65,22 +60,6 @@ def share(options: Sequence[Option], budget: float) -> list[int]:
         widths[i] = high
         left -= price
     return _fill(options, allowed, widths, left, ROUNDING * budget)
-
-
-def measured_weights(moved: Sequence[float], spared: Sequence[float]) -> list[float]:
-    """moved[i] / spared[i]: what a unit of site i's error is worth at the output.
-
-    `moved` is how far (in mean squared error, or divergence, of outputs) the output moves when site i alone keeps a
-    little more, `spared` by how much its predicted error falls. Where nothing is spared there is nothing to weigh: such
-    a site gets the median of the others.
-    """
-    if any(x < 0 for x in (*moved, *spared)):
-        raise PlanError("a movement and a spared error cannot be negative; check that the step makes sites wider")
-    known = [m / s for m, s in zip(moved, spared, strict=True) if s > 0]
-    if not known:
-        return [1.0] * len(moved)
-    usual = float(torch.tensor(known, dtype=torch.float64).median())
-    return [m / s if s > 0 else usual for m, s in zip(moved, spared, strict=True)]
 
 
 def _fill(

@@ -20,16 +20,37 @@ def mean_diagonal(A: Tensor) -> float:
     return float(A.diagonal().mean()) if len(A) else 0.0
 
 
+def dead(A: Tensor) -> Tensor:
+    """(D,) bool: the dimensions of A (D, D), symmetric positive semidefinite, that have no variance up to rounding."""
+    diagonal = A.diagonal()
+    return diagonal.abs() <= torch.finfo(A.dtype).eps * diagonal.abs().amax() if len(A) else diagonal.bool()
+
+
+def damped(A: Tensor, lam: float) -> Tensor:
+    """A + lam I (D, D), with 1 on the diagonal where A has no variance: what is solved there is 0 / 1."""
+    regular = A.clone()
+    regular.diagonal().copy_(torch.where(dead(A), 1.0, A.diagonal() + lam))
+    return regular
+
+
+def cholesky(A: Tensor) -> Tensor | None:
+    """The lower Cholesky factor of A (D, D); None if A is not positive definite."""
+    L, info = torch.linalg.cholesky_ex(A)
+    return L if info.item() == 0 and bool(torch.isfinite(L.diagonal()).all()) else None
+
+
 def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
-    """X with (A + lam I) X = rhs, for A (D, D) symmetric positive semidefinite and rhs (D, K)."""
-    damped = A + lam * torch.eye(len(A), dtype=A.dtype, device=A.device)
-    L, info = torch.linalg.cholesky_ex(damped)
-    if info.item() != 0 or not bool(torch.isfinite(L).all()):
+    """X with (A + lam I) X = rhs, for A (D, D) symmetric positive semidefinite and rhs (D, K).
+
+    A dimension without variance predicts nothing: its row of X is 0, whatever lam is.
+    """
+    L = cholesky(damped(A, lam))
+    if L is None:
         raise SingularSystemError(
             f"the system of {len(A)} kept dimensions is not positive definite at lambda={lam:g}; "
             "raise the ridge or calibrate on more samples"
         )
-    return torch.cholesky_solve(rhs, L)  # never form the inverse
+    return torch.cholesky_solve(rhs.masked_fill(dead(A)[:, None], 0.0), L)  # never form the inverse
 
 
 def solve_vanishing(A: Tensor, rhs: Tensor, scale: float) -> Tensor:
@@ -43,39 +64,47 @@ def solve_vanishing(A: Tensor, rhs: Tensor, scale: float) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _triangle(d: int) -> tuple[Tensor, Tensor]:
-    rows, columns = torch.triu_indices(d, d)
+def _triangle(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(d, d, device=device)
     return rows, columns
 
 
 def packed_size(d: int) -> int:
+    """d(d+1)/2: the length of a packed symmetric matrix (d, d)."""
     return d * (d + 1) // 2
 
 
-def packed_index(d: int) -> Tensor:
+@lru_cache(maxsize=64)
+def packed_index(d: int, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008  (immutable)
     """(d, d) -> position of the entry (i, j) of a symmetric matrix in its packed upper triangle."""
-    rows, columns = _triangle(d)
-    index = torch.empty(d, d, dtype=torch.long)
-    index[rows, columns] = torch.arange(len(rows))
-    index[columns, rows] = torch.arange(len(rows))
+    rows, columns = _triangle(d, device)
+    index = torch.empty(d, d, dtype=torch.long, device=device)
+    index[rows, columns] = index[columns, rows] = torch.arange(len(rows), device=device)
     return index
 
 
 def pack(A: Tensor) -> Tensor:
     """Upper triangle of symmetric matrices: (..., d, d) -> (..., d(d+1)/2)."""
-    rows, columns = _triangle(A.shape[-1])
+    rows, columns = _triangle(A.shape[-1], A.device)
     return A[..., rows, columns]
 
 
 def unpack(p: Tensor, d: int) -> Tensor:
     """The inverse of `pack`: (..., d(d+1)/2) -> (..., d, d)."""
-    return p[..., packed_index(d)]
+    return p[..., packed_index(d, p.device)]
+
+
+def packed_outer(x: Tensor) -> Tensor:
+    """x x^T, packed: (..., d) -> (..., d(d+1)/2)."""
+    rows, columns = _triangle(x.shape[-1], x.device)
+    return x[..., rows] * x[..., columns]
 
 
 def map_packed(p: Tensor, d: int, M: Tensor) -> Tensor:
-    """M S M^T of packed symmetric matrices S: (N, d(d+1)/2) and M (r, d) -> (N, r(r+1)/2)."""
+    """M S M^T of packed symmetric matrices S, one column each: (d(d+1)/2, N) and M (r, d) -> (r(r+1)/2, N)."""
+    index, (rows, columns) = packed_index(d, p.device), _triangle(len(M), p.device)
     parts = []
-    for part in p.split(MAPPED_AT_ONCE):
-        left = M @ unpack(part, d)  # (n, r, d)
-        parts.append(pack(left @ M.mT))
-    return torch.cat(parts)
+    for part in p.split(MAPPED_AT_ONCE, 1):
+        half = M @ part[index]  # (d, r, n): S M^T
+        parts.append((M @ half.reshape(d, -1)).view(len(M), len(M), -1)[rows, columns])
+    return torch.cat(parts, 1)

@@ -1,8 +1,9 @@
 """Logit-space compensation of pruned Q/K dimensions (paper: section 3.4, Algorithm 5, Propositions C.2.1 and C.2.2).
 
-Per head, with per-sample Grams g_q = Q^T Q and g_k = K^T K (d, d), everything follows from sums over samples b:
+Per head, with per-sample Grams g_q = Q^T Q and g_k = K^T K (d, d), everything follows from sums over samples b. The
+paper's G = sum_b (g_k)_SS (x) (g_q)_SS is never formed: it is the operator
 
-    G = sum_b (g_k)_SS (x) (g_q)_SS        h = vec sum_b (g_q)_SP (g_k)_PS        T = sum_b <(g_q)_PP, (g_k)_PP>
+    G: M -> sum_b (g_q)_SS M (g_k)_SS        h = sum_b (g_q)_SP (g_k)_PS        T = sum_b <(g_q)_PP, (g_k)_PP>
 """
 
 from __future__ import annotations
@@ -12,61 +13,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from corp.numerics import kronecker
 from corp.numerics.affine import Distortion
-from corp.numerics.linalg import mean_diagonal, packed_index, solve_ridge, solve_vanishing
+from corp.numerics.kronecker import Operator
 
 
 class LogitSystem(NamedTuple):
-    """Normal equations of min_M sum_b ||Q_P K_P^T - Q_S M K_S^T||^2, vec stacking columns."""
+    """Normal equations of min_M sum_b ||Q_P K_P^T - Q_S M K_S^T||^2."""
 
-    G: Tensor  # (S*S, S*S)
-    h: Tensor  # (S*S,)
+    G: Operator  # of M (S, S)
+    h: Tensor  # (S, S)
     T: float  # sum_b ||Q_P K_P^T||^2 = J_uncomp
+    scale: float  # mean diagonal of G
 
 
-def logit_system(kron_SS: Tensor, H: Tensor, E: Tensor, kept: Tensor, pruned: Tensor) -> LogitSystem:
-    """Assemble G, h and T for one head and one choice of kept dimensions.
+def logit_system(G: Operator, H: Tensor, E: Tensor, kept: Tensor, pruned: Tensor) -> LogitSystem:
+    """Assemble h and T for one head and one choice of kept dimensions, of which G is the operator.
 
-    kron_SS (t, t), t = S(S+1)/2: sum_b vech(g_k,SS) vech(g_q,SS)^T, the packed G
     H (d, d) = sum_b g_q g_k        E (d, d) = sum_b g_q * g_k (elementwise)
 
-    h needs no third sum: Q_P K_P^T = Q K^T - Q_S K_S^T, so h = vec(H_SS) - G vec(I).
+    h needs no third sum: Q_P K_P^T = Q K^T - Q_S K_S^T, so h = H_SS - G(I).
     """
-    S = len(kept)
-    index = packed_index(S)
-    G = kron_SS[index][:, :, index]  # (j, j', i, i'): g_k[j, j'] g_q[i, i']
-    G = G.permute(0, 2, 1, 3).reshape(S * S, S * S)
-    identity = torch.eye(S, dtype=G.dtype, device=G.device).reshape(-1)
-    h = H[kept[:, None], kept].mT.reshape(-1) - G @ identity
-    return LogitSystem(G, h, float(E[pruned[:, None], pruned].sum()))
+    identity = torch.eye(len(kept), dtype=H.dtype, device=H.device)
+    h = H[kept[:, None], kept] - G.apply(identity)
+    return LogitSystem(G, h, float(E[pruned[:, None], pruned].sum()), kronecker.mean_diagonal(G))
 
 
 def fit_logit(system: LogitSystem, *, ridge: float) -> Tensor:
-    """M (S, S) with (G + lambda I) vec(M) = h, lambda = ridge * mean diagonal of G."""
-    return _matrix(solve_ridge(system.G, system.h[:, None], ridge * mean_diagonal(system.G)))
+    """M (S, S) with G(M) + lambda M = h, lambda = ridge * mean diagonal of G."""
+    return kronecker.solve(system.G, system.h, ridge * system.scale)
 
 
 def best_logit(system: LogitSystem) -> Tensor:
     """The unregularised optimum: fit_logit as the ridge vanishes."""
-    return _matrix(solve_vanishing(system.G, system.h[:, None], mean_diagonal(system.G)))
-
-
-def _matrix(vec: Tensor) -> Tensor:
-    """vec(M) (S*S, 1) -> M (S, S); vec stacks columns."""
-    S = round(len(vec) ** 0.5)
-    return vec.reshape(S, S).mT
+    return kronecker.solve_vanishing(system.G, system.h, system.scale)
 
 
 def error(system: LogitSystem, M: Tensor) -> float:
-    """sum_b ||Q_P K_P^T - Q_S M K_S^T||^2, exactly, for any M (Proposition C.2.1)."""
-    m = M.mT.reshape(-1)
-    return max(0.0, float(system.T - 2 * m @ system.h + m @ (system.G @ m)))
+    """sum_b ||Q_P K_P^T - Q_S M K_S^T||^2 = T - 2 <M, h> + <M, G(M)>, exactly, for any M (Proposition C.2.1)."""
+    return max(0.0, float(system.T - 2 * (M * system.h).sum() + (M * system.G.apply(M)).sum()))
 
 
 def distortion(system: LogitSystem, M: Tensor) -> Distortion:
     """What M costs, beside the best M and none; rho^2 = 1 - J* / J_uncomp (Proposition C.2.2)."""
-    best = best_logit(system)
-    J_star = error(system, best)
+    J_star = error(system, best_logit(system))
     rho2 = min(1.0, max(0.0, 1 - J_star / system.T)) if system.T > 0 else 1.0
     return Distortion(J=error(system, M), J_star=J_star, J_uncomp=system.T, rho2=rho2)
 
@@ -84,10 +74,9 @@ def query_factors(M: Tensor) -> tuple[Tensor, Tensor]:
     return identity + M, identity
 
 
-def head_map(kept: Tensor, width: int, factor: Tensor | None = None) -> Tensor:
-    """(S, d): what turns a head's dense rows into its kept ones, mixed by `factor` (S, S) if given.
+def head_map(kept: Tensor, width: int, factor: Tensor) -> Tensor:
+    """(S, d): factor^T (S, S) times the kept rows of a head's dense ones.
 
     It applies to the weight and to the bias: the paper folds the weights only, but q = x W + b.
     """
-    rows = torch.eye(width, dtype=torch.float64 if factor is None else factor.dtype)[kept]
-    return rows if factor is None else factor.mT @ rows
+    return factor.new_zeros(len(kept), width).index_copy_(1, kept.to(factor.device), factor.mT)

@@ -19,7 +19,6 @@ class Redundancy(NamedTuple):
 
 def redundancy(Sigma: Tensor, share: float = 0.95) -> Redundancy:
     """All measures of Sigma (D, D), symmetric positive semidefinite up to rounding."""
-    Sigma = Sigma.double()
     eigenvalues = torch.linalg.eigvalsh(Sigma).clamp(min=0)  # (D,); rounding can make zeros negative
     return Redundancy(
         len(Sigma), effective_rank(eigenvalues), k_share(Sigma.diagonal(), share), k_share(eigenvalues, share)
@@ -37,7 +36,7 @@ def effective_rank(eigenvalues: Tensor) -> float:
 
 def k_share(values: Tensor, share: float = 0.95) -> int:
     """The smallest number of `values` (D,), largest first, that hold `share` of their sum; 0 if the sum is 0."""
-    ordered = values.double().sort(descending=True).values.cumsum(0)  # (D,)
+    ordered = values.sort(descending=True).values.cumsum(0)  # (D,)
     if len(ordered) == 0 or not ordered[-1] > 0:
         return 0
     enough = share * ordered[-1] * (1 - 1e-12)  # a share that is met exactly must not be missed by rounding
@@ -46,4 +45,4 @@ def k_share(values: Tensor, share: float = 0.95) -> int:
 
 def inactivity(active_share: Tensor) -> float:
     """Activation sparsity: 1 - P(|x| > eps), averaged over channels (D,)."""
-    return 1.0 - float(active_share.double().mean())
+    return 1.0 - float(active_share.mean())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from corp.errors import SingularSystemError
 from corp.numerics.linalg import mean_diagonal, solve_ridge
 
 # Relative, as everywhere. The last hardly corrects; where even that does harm, nothing is corrected.
@@ -74,7 +75,15 @@ def gap_of(moments: GapMoments) -> float:
 
 
 def choose_ridge(seen: GapMoments, unseen: GapMoments, ridges: Sequence[float] = RIDGES) -> float | None:
-    """The ridge whose fit on one part of the data leaves least on the other; None if none leaves less than there is."""
-    left = {ridge: gap_left(unseen, fit_gap(seen, ridge)) for ridge in ridges}
-    best = min(ridges, key=lambda ridge: left[ridge])
-    return best if left[best] < gap_of(unseen) else None
+    """The ridge whose fit on one part of the data leaves least on the other; None if none leaves less than there is.
+
+    A ridge at which the system has no Cholesky factor is no candidate.
+    """
+    left = {}
+    for ridge in ridges:
+        try:
+            left[ridge] = gap_left(unseen, fit_gap(seen, ridge))
+        except SingularSystemError:
+            continue
+    best = min(left, key=left.__getitem__, default=None)
+    return best if best is not None and left[best] < gap_of(unseen) else None

@@ -94,41 +94,54 @@ def distortion(system: PairSystem, ab: Tensor) -> Distortion:
 def eliminate(moments: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """(kept, pruned) pairs, ascending: pairs go one by one, each time the one whose loss costs least after refitting.
 
-    moments (R, 2p, 2p): A of every query head that shares these keys; they lose the same pairs. With the total logit
-    t = sum x_j regressed on the pairs left, w = (A_SS)^-1 A_St, dropping pair j adds w_j^T [(A_SS)^-1_jj]^-1 w_j
-    to the squared error (block inversion); what is left of w and the inverse follows by a rank-two downdate.
+    moments (..., R, 2p, 2p): A of the R query heads that share keys; they lose the same pairs. All groups of heads
+    (...) are treated at once, and kept is (..., keep). With the total logit t = sum x_j regressed on the pairs left,
+    w = (A_SS)^-1 A_St, dropping pair j adds w_j^T [(A_SS)^-1_jj]^-1 w_j to the squared error (block inversion); what
+    is left of w and the inverse follows by a rank-two downdate.
     """
-    R, n, _ = moments.shape
-    p = n // 2
-    scale = moments.diagonal(dim1=-2, dim2=-1).mean(-1)  # (R,)
-    damped = moments + TINY * scale[:, None, None] * torch.eye(n, dtype=moments.dtype, device=moments.device)
-    inverse = torch.linalg.inv(damped)  # (R, 2p, 2p)
-    w = torch.cat([torch.ones(p), torch.zeros(p)]).to(moments).expand(R, n).clone()  # t is the sum of all x
-    left = torch.arange(p)
+    *groups, R, n, _ = moments.shape
+    A, p = moments.reshape(-1, R, n, n), n // 2
+    inverse, w = _regression(A)
+    alive = torch.ones(len(A), p, dtype=torch.bool, device=A.device)
+    every = torch.arange(len(A), device=A.device)
     for _ in range(p - keep):
-        pair = torch.stack([left, left + p], -1)  # (s, 2)
-        blocks = inverse[:, pair[:, :, None], pair[:, None, :]]  # (R, s, 2, 2)
-        wj = w[:, pair]  # (R, s, 2)
-        cost = (wj * torch.linalg.solve(blocks, wj)).sum((0, 2))  # (s,)
-        worst = int(cost.argmin())
-        gone = pair[worst]
-        column = inverse[:, :, gone]  # (R, 2p, 2)
-        solved = torch.linalg.solve(blocks[:, worst], column.mT).mT  # column [(.)_jj]^-1
-        w = w - (solved @ wj[:, worst, :, None])[..., 0]
+        j = torch.where(alive, _pair_costs(inverse, w), torch.inf).argmin(1)  # (G,)
+        alive[every, j] = False
+        gone = torch.stack([j, j + p], -1)  # (G, 2)
+        column = inverse[every[:, None], :, :, gone].permute(0, 2, 3, 1)  # (G, R, 2p, 2)
+        block = column[every[:, None], :, gone].transpose(1, 2)  # (G, R, 2, 2)
+        solved = torch.linalg.solve(block, column.mT).mT  # column [(.)_jj]^-1
+        w = w - (solved @ w[every[:, None], :, gone].mT[..., None])[..., 0]
         inverse = inverse - solved @ column.mT
-        left = torch.cat([left[:worst], left[worst + 1 :]])
-    pruned = torch.ones(p, dtype=torch.bool)
-    pruned[left] = False
-    return left, pruned.nonzero().squeeze(1)
+    kept, pruned = (part.nonzero()[:, 1].view(*groups, -1) for part in (alive, ~alive))
+    return kept, pruned
+
+
+def _regression(A: Tensor) -> tuple[Tensor, Tensor]:
+    """A^-1 (G, R, 2p, 2p) and w (G, R, 2p) while all pairs are there; a head without logits has no part in the cost."""
+    p, scale = A.shape[-1] // 2, A.diagonal(dim1=-2, dim2=-1).mean(-1)  # (G, R)
+    damped = A.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(torch.where(scale > 0, TINY * scale, 1.0)[..., None])
+    w = torch.zeros_like(A[..., 0])
+    w[..., :p] = (scale > 0)[..., None]  # t is the sum of all x
+    return torch.linalg.inv(damped), w
+
+
+def _pair_costs(inverse: Tensor, w: Tensor) -> Tensor:
+    """(G, p): w_j^T [(A_SS)^-1_jj]^-1 w_j of every pair, summed over the heads of a group."""
+    p = w.shape[-1] // 2
+    (xx, xy), (_, yy) = _quarters(inverse)
+    a, b, c = (part.diagonal(dim1=-2, dim2=-1) for part in (xx, xy, yy))  # (G, R, p)
+    x, y = w[..., :p], w[..., p:]
+    return ((c * x - 2 * b * y) * x + a * y * y).div(a * c - b * b).sum(1)
 
 
 def pair_map(kept: Tensor, width: int, ab: Tensor | None = None) -> Tensor:
-    """(2S, d): what turns a head's dense rows into those of the kept pairs, first halves then second, times c.
+    """(2S, d): what maps a head's dense rows to those of the kept pairs, first halves then second, times c.
 
-    c = 1 + a - i b, so that Re(c z) = (1 + a) x + b y; without (a, b) the rows are as they were.
+    c = 1 + a - i b, so that Re(c z) = (1 + a) x + b y; without (a, b) the rows are as they were, in float64.
     """
-    rows = torch.eye(width, dtype=torch.float64 if ab is None else ab.dtype)[torch.cat([kept, kept + width // 2])]
-    if ab is None:
-        return rows
-    re, im = torch.diag(1 + ab[: len(kept)]), torch.diag(-ab[len(kept) :])
-    return torch.cat([torch.cat([re, -im], 1), torch.cat([im, re], 1)]) @ rows
+    ab = torch.zeros(2 * len(kept), dtype=torch.float64, device=kept.device) if ab is None else ab
+    first, second = torch.eye(width, dtype=ab.dtype, device=ab.device)[torch.stack([kept, kept + width // 2])]
+    re, b = 1 + ab[: len(kept), None], ab[len(kept) :, None]
+    return torch.cat([re * first + b * second, re * second - b * first])

@@ -11,7 +11,8 @@ the r leading singular vectors of C_Q^1/2 C_K^1/2. From there on exact steps alt
 
     sum_b (B g_k B^T) A g_q = B H^T,
 
-linear in r d unknowns, and given A the best B likewise. Query heads that share their keys share B; each has its own A.
+linear in r d unknowns (see kronecker), and given A the best B likewise. Query heads that share their keys share B; each
+has its own A.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import torch
 from torch import Tensor
 
 from corp.numerics.affine import Distortion
-from corp.numerics.linalg import mean_diagonal, packed_index, solve_ridge, solve_vanishing
+from corp.numerics.kronecker import Operator, Total, mean_diagonal, solve, solve_vanishing
 from corp.numerics.rank import top
 
 FLOOR = 1e-12  # relative; keys that vary less in some direction than this do not vary in it
 
 
 class LogitSums(Protocol):
-    """What is known of one query head and its keys; stats.grams.HeadGrams is one."""
+    """What is known of one query head and its keys; calibration.head_grams has two."""
 
     def energy(self) -> Tensor:
         """E (d, d) = sum_b g_q * g_k."""
@@ -38,11 +39,8 @@ class LogitSums(Protocol):
     def cross(self) -> Tensor:
         """H (d, d) = sum_b g_q g_k."""
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """C_Q = sum_b tr(g_k) g_q and C_K = sum_b tr(g_q) g_k, each (d, d)."""
-
-    def mapped(self, A: Tensor | None, B: Tensor | None) -> Tensor:
-        """sum_b vech(B g_k B^T) vech(A g_q A^T)^T; without a map that side stays as it is."""
+    def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Operator:
+        """X -> sum_b (A g_q A^T) X (B g_k B^T); without a map that side stays as it is."""
 
     def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
         """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
@@ -60,24 +58,13 @@ def nested(heads: Sequence[LogitSums]) -> Subspace:
 
     With V the eigenvectors of C_K^1/2 C_Q C_K^1/2, C_Q summed over the heads: A = V^T C_K^1/2, B = V^T C_K^-1/2.
     """
-    factors = [head.factors() for head in heads]
-    C_Q, C_K = (torch.stack(side).sum(0) for side in zip(*factors, strict=True))
+    C_Q, C_K = Total([head.normal() for head in heads]).factors()
     values, basis = torch.linalg.eigh(C_K)
-    root = values.clamp(min=FLOOR * max(float(values[-1]), torch.finfo(values.dtype).tiny)).sqrt()  # (d,)
+    root = values.clamp(min=FLOOR * float(values[-1]) if values[-1] > 0 else 1.0).sqrt()  # (d,)
     half = (basis * root).mT  # (d, d), half^T half = C_K
     V = torch.linalg.eigh(half @ C_Q @ half.mT).eigenvectors.flip(1)  # largest first
     A, B = V.mT @ half, V.mT @ (basis / root).mT
     return Subspace(A.expand(len(heads), *A.shape), B)
-
-
-def width_errors(heads: Sequence[LogitSums], whole: Subspace) -> Tensor:
-    """(d,): J summed over the heads when the first 1, 2 … d rows of `whole` (A^T B = I) are kept and no step is taken.
-
-    What is lost are the products of the rows left out, so J is the sum of a trailing block of their energies.
-    """
-    E = torch.stack([head.mapped_energy(A, whole.B) for head, A in zip(heads, whole.A, strict=True)]).sum(0)  # (d, d)
-    trailing = E.flip(0, 1).cumsum(0).cumsum(1).diagonal().flip(0)  # of the rows from i on
-    return torch.cat([trailing[1:], trailing.new_zeros(1)]).clamp(min=0)
 
 
 def fit_subspace(heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps: int = 1) -> Subspace:
@@ -87,44 +74,23 @@ def fit_subspace(heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps:
     step began: a direction of which the data says nothing stays as it was.
     """
     A, B = (side[..., :keep, :] for side in nested(heads))
+    H = [head.cross() for head in heads]
     for _ in range(sweeps):
-        B = _step(_key_system(heads, A), B, ridge)
-        A = torch.stack([_step(_query_system(head, B), a, ridge) for head, a in zip(heads, A, strict=True)])
+        # Keys: sum_b (A g_q A^T) B g_k = A H, summed over the heads. Queries: sum_b g_q A^T (B g_k B^T) = H B^T.
+        keys = Total([head.normal(A=a) for head, a in zip(heads, A, strict=True)])
+        B = _step(keys, torch.stack([a @ h for a, h in zip(A, H, strict=True)]).sum(0), B, ridge)
+        A = torch.stack(
+            [_step(head.normal(B=B), h @ B.mT, a.mT, ridge).mT for head, h, a in zip(heads, H, A, strict=True)]
+        )
     return balanced(Subspace(A, B))
 
 
-class _System(NamedTuple):
-    """Normal equations of one side, its map (r, d) as r d unknowns, row after row."""
-
-    G: Tensor  # (r d, r d)
-    h: Tensor  # (r d,)
-
-
-def _query_system(head: LogitSums, B: Tensor) -> _System:
-    """Given B: G = sum_b (B g_k B^T) (x) g_q, h = B H^T."""
-    return _System(_unpacked(head.mapped(None, B), *B.shape), (B @ head.cross().mT).reshape(-1))
-
-
-def _key_system(heads: Sequence[LogitSums], A: Tensor) -> _System:
-    """Given A (R, r, d): G = sum_b (A g_q A^T) (x) g_k, h = A H, each summed over the heads."""
-    packed, h = A.new_zeros(()), A.new_zeros(())
-    for head, a in zip(heads, A, strict=True):
-        packed, h = packed + head.mapped(a, None).mT, h + a @ head.cross()
-    return _System(_unpacked(packed, *A.shape[1:]), h.reshape(-1))
-
-
-def _unpacked(P: Tensor, r: int, d: int) -> Tensor:
-    """sum vech(X) vech(Y)^T, X (r, r) and Y (d, d), as sum X (x) Y (r d, r d)."""
-    full = P[packed_index(r)][:, :, packed_index(d)]  # (i, j, a, b): X_ij Y_ab
-    return full.permute(0, 2, 1, 3).reshape(r * d, r * d)
-
-
-def _step(system: _System, start: Tensor, ridge: float) -> Tensor:
-    x = start.reshape(-1)
-    residual = (system.h - system.G @ x)[:, None]
-    scale = mean_diagonal(system.G)
-    change = solve_ridge(system.G, residual, ridge * scale) if ridge > 0 else solve_vanishing(system.G, residual, scale)
-    return (x + change[:, 0]).reshape(start.shape)
+def _step(normal: Operator, rhs: Tensor, start: Tensor, ridge: float) -> Tensor:
+    """X with normal(X) = rhs, by a ridge that pulls to `start`."""
+    residual, scale = rhs - normal.apply(start), mean_diagonal(normal)
+    if ridge > 0:
+        return start + solve(normal, residual, ridge * scale)
+    return start + solve_vanishing(normal, residual, scale)
 
 
 def balanced(fit: Subspace) -> Subspace:

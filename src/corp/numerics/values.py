@@ -48,16 +48,11 @@ def value_basis(
 
     Query heads that share a value head (groups < heads) share its basis: what they lose is added up.
     """
-    d = len(cov) // heads
-    shared = heads // groups
-    ridge = max(ridge, LEAST_RIDGE)
-    bases = []
-    for g in range(groups):
-        members = [slice(h * d, (h + 1) * d) for h in range(g * shared, (g + 1) * shared)]
-        C = torch.stack([cov[part, part] for part in members]).mean(0)
-        K = torch.cat([W[:, part] @ C for part in members])  # (R o, d)
-        bases.append(_leading(C, K.mT @ K, ridge))
-    basis = Basis(torch.stack([b.to for b in bases]), torch.stack([b.back for b in bases]))
+    d, shared, ridge = len(cov) // heads, heads // groups, max(ridge, LEAST_RIDGE)
+    own = cov.view(heads, d, heads, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (H, d, d): Sigma_hh
+    C = own.unflatten(0, (groups, shared)).mean(1)
+    K = W.view(len(W), heads, d).transpose(0, 1) @ C.repeat_interleave(shared, dim=0)  # (H, o, d)
+    basis = _leading(C, (K.mT @ K).unflatten(0, (groups, shared)).sum(1), ridge)
     for _ in range(sweeps if keep < d and groups > 1 else 0):
         basis = _sweep(W, cov, basis, heads, keep, ridge)
     return basis
@@ -88,11 +83,11 @@ def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: f
     to, back = (part.clone() for part in basis)
     W, _, cov = turn(W, W.new_zeros(len(cov)), cov, basis, heads)
     cross = W @ cov  # (o, H d)
-    leading = torch.arange(heads * d).view(heads, d)[:, :keep]
+    places = torch.arange(heads * d, device=W.device).view(groups, shared, d)
     for g in range(groups):
         members = range(g * shared, (g + 1) * shared)
-        S = torch.cat([leading[h] for h in range(heads) if h not in members])
-        inside = torch.cat([torch.arange(h * d, (h + 1) * d) for h in members])
+        S = torch.cat([places[:g], places[g + 1 :]])[..., :keep].flatten()
+        inside = places[g].flatten()
         lam = ridge * mean_diagonal(cov[S[:, None], S])
         X = solve_ridge(cov[S[:, None], S], cov[S[:, None], inside], lam)  # (S, R d)
         K = cross[:, inside] - cross[:, S] @ X
@@ -112,10 +107,14 @@ def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: f
 
 
 def _leading(C: Tensor, gram: Tensor, ridge: float) -> Basis:
-    """Directions P maximising tr(P gram P^T (P C P^T)^-1), best first, with unit variance under C."""
+    """Directions P maximising tr(P gram P^T (P C P^T)^-1), best first, with unit variance under C; (..., d, d) each.
+
+    If nothing varies, they are the identity's.
+    """
     values, vectors = torch.linalg.eigh(C)
     values = values.clamp(min=0)
-    values = values + ridge * values.mean().clamp(min=torch.finfo(C.dtype).tiny)
-    root, inverse = (vectors * values**power @ vectors.mT for power in (0.5, -0.5))
+    mean = values.mean(-1, keepdim=True)
+    values = values + torch.where(mean > 0, ridge * mean, 1.0)
+    root, inverse = ((vectors * values[..., None, :] ** power) @ vectors.mT for power in (0.5, -0.5))
     U = torch.linalg.eigh(inverse @ gram @ inverse).eigenvectors.flip(-1)
     return Basis(U.mT @ inverse, root @ U)

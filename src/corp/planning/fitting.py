@@ -20,7 +20,7 @@ def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
 
 def split(width: int, kept: Tensor) -> Tensor:
     """The complement of `kept` in range(width)."""
-    pruned = torch.ones(width, dtype=torch.bool)
+    pruned = torch.ones(width, dtype=torch.bool, device=kept.device)
     pruned[kept] = False
     return pruned.nonzero().squeeze(1)
 
@@ -32,15 +32,14 @@ def fit_mlp(mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, compensate:
 
 
 def head_system(grams: HeadGrams, kept: Tensor, pruned: Tensor) -> logit.LogitSystem:
-    return logit.logit_system(grams.kron_of(kept), grams.cross(), grams.energy(), kept, pruned)
+    return logit.logit_system(grams.normal_of(kept), grams.cross(), grams.energy(), kept, pruned)
 
 
 def fit_head(system: logit.LogitSystem, compensate: str, ridge: float) -> Tensor:
     """M (S, S); logits have no bias, so "mean" is "none"."""
     if compensate == "full":
         return logit.fit_logit(system, ridge=ridge)
-    side = round(len(system.h) ** 0.5)
-    return system.G.new_zeros(side, side)
+    return torch.zeros_like(system.h)
 
 
 def fit_rotated(system: rotary.PairSystem, compensate: str, ridge: float) -> Tensor:
