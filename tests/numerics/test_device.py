@@ -49,9 +49,10 @@ LAYER, PAIRS, TOKENS = layer(), pairs(), (draw(9, 20, 6, seed=4), draw(9, 20, 6,
 def fitted_affine(put: Callable[[Tensor], Tensor], _: HeadGrams) -> list[Tensor]:
     W, mean, cov = (put(x) for x in LAYER)
     kept, pruned = put(indices(*range(7))), put(indices(*range(7, D)))
-    fits = affine.fit_affine(mean, cov, kept, pruned, ridge=1e-3), affine.best_affine(mean, cov, kept, pruned)
-    assert affine.distortion(W, mean, cov, kept, pruned, fits[0]).J >= 0
-    return [*fits[0], *fits[1], *affine.fold(W, W[:, 0], kept, pruned, fits[0])]
+    given = affine.removal(W, mean, cov, kept, pruned)
+    fits = affine.fit_affine(given, ridge=1e-3), affine.best_affine(given)
+    assert affine.distortion(given, fits[0]).J >= 0
+    return [*fits[0], *fits[1], *affine.fold(W, W[:, 0], kept, fits[0])]
 
 
 def eliminated(put: Callable[[Tensor], Tensor], _: HeadGrams) -> list[Tensor]:

@@ -19,7 +19,7 @@ from corp.calibration.statistics import Statistics
 from corp.numerics import affine, exact, values
 from corp.numerics.allocate import Option, share
 from corp.observer import Observer
-from corp.planning.fitting import fit_mlp, split
+from corp.planning.fitting import fit_linear, split
 from corp.planning.linear import Layer, layer_of, uses_intercept
 from corp.planning.widths import narrowed, width_of
 from corp.recipe import Recipe
@@ -74,8 +74,8 @@ def _value_errors(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
     for keep in known:
         kept = values.kept_inputs([torch.arange(keep)] * site.groups, site.width, site.heads)
         pruned = split(site.inputs, kept)
-        fit = fit_mlp(rotated.mean, rotated.cov, kept, pruned, "full", recipe.ridge)
-        errors.append(affine.error(*rotated, kept, pruned, fit))
+        given = affine.removal(*rotated, kept, pruned)
+        errors.append(affine.error(given, fit_linear(given, "full", recipe.ridge)))
     every = np.interp(np.arange(site.width + 1), [0, *known], errors)
     return torch.from_numpy(every)
 

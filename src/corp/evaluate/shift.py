@@ -2,9 +2,9 @@
 
 How far the moments are apart, and the exact error of the calibrated fit on the deployment's own sums. Beside it stands
 the bound of the paper's Propositions C.1.3 and C.2.3 in the form that has no unknown constants, step (i) of their
-proofs: with B, c, M the calibrated fits, starred ones the best on the deployment data,
+proofs: with V, c, M the calibrated fits, starred ones the best on the deployment data,
 
-    MLP, values   2 J* + 2 ||W_P||_F^2 E||(B* - B) x_S + c* - c||^2
+    MLP, values   2 J* + 2 E||(V* - V) x_S + c* - c||^2
     Q/K           2 J* + 2 ||G|| ||M* - M||_F^2                        ||G|| by an upper bound
 
 (expectations and G over the deployment data). It is loose; the exact error is what to go by.
@@ -26,7 +26,7 @@ from corp.evaluate.shift_result import Shift, SiteShift
 from corp.numerics import affine, logit, rotary, subspace, values
 from corp.numerics.kronecker import norm_bound
 from corp.numerics.linalg import mean_diagonal, solve_vanishing
-from corp.planning.fitting import fit_head, fit_mlp, fit_rotated, head_system, split
+from corp.planning.fitting import fit_head, fit_linear, fit_rotated, head_system, split
 from corp.planning.heads import HeadSums, fit_group
 from corp.planning.linear import Layer, choose, layer_of
 from corp.planning.plan import Plan, SitePlan
@@ -117,25 +117,23 @@ def _linear(
         if basis is not None:
             here, there = (Layer(*values.turn(*layer, basis, site.heads)) for layer in (here, there))
     pruned = split(site.inputs, kept)
-    fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, planned.ridge)
-    best = affine.best_affine(there.mean, there.cov, kept, pruned)
-    J_star = affine.error(*there, kept, pruned, best)
-    size = there.W[:, pruned].square().sum()
+    seen, new = (affine.removal(*layer, kept, pruned) for layer in (here, there))
+    fit, best = fit_linear(seen, recipe.compensate, planned.ridge), affine.best_affine(new)
+    J_star = affine.error(new, best)
     return _Found(
-        affine.error(*here, kept, pruned, fit),
+        affine.error(seen, fit),
         affine.output_energy(*here),
-        affine.error(*there, kept, pruned, fit),
+        affine.error(new, fit),
         J_star,
-        2 * J_star + 2 * float(size * _gap(fit, best, there, kept)),
+        2 * J_star + 2 * _gap(fit, best, new),
         affine.output_energy(*there),
     )
 
 
-def _gap(fit: affine.Affine, best: affine.Affine, there: Layer, kept: Tensor) -> Tensor:
-    """E||(B* - B) x_S + c* - c||^2."""
-    B, c = best.B - fit.B, best.c - fit.c
-    spread = (B @ there.cov[kept[:, None], kept] * B).sum()
-    return spread + (B @ there.mean[kept] + c).square().sum()
+def _gap(fit: affine.Affine, best: affine.Affine, there: affine.Removal) -> float:
+    """E||(V* - V) x_S + c* - c||^2."""
+    V, c = best.V - fit.V, best.c - fit.c
+    return float((V @ there.Sigma_SS * V).sum() + (V @ there.mean_kept + c).square().sum())
 
 
 def _heads(

@@ -1,6 +1,9 @@
 """Affine compensation of pruned MLP channels (paper: section 3.4, Algorithm 3, Propositions C.1.1 and C.1.2).
 
-Without an intercept the same formulas hold with mean = 0 and the raw second moment in place of cov.
+The paper predicts the pruned channels, x_P ~ B x_S + c, and folds W_P B and W_P c into the layer y = W x + b. Only those
+products are ever used, so they are solved for: y_P = W_P x_P ~ V x_S + c with V = W_P B, o unknowns per kept channel
+instead of P. Without an intercept the same formulas hold with mean = 0 and the raw second moment in place of the
+covariance.
 """
 
 from __future__ import annotations
@@ -13,11 +16,22 @@ from torch import Tensor
 from corp.numerics.linalg import mean_diagonal, solve_ridge, solve_vanishing
 
 
-class Affine(NamedTuple):
-    """The predictor x_P ~ B x_S + c."""
+class Removal(NamedTuple):
+    """What a choice of channels leaves to predict: second moments of x_S and of y_P = W_P x_P."""
 
-    B: Tensor  # (P, S)
-    c: Tensor  # (P,)
+    Sigma_SS: Tensor  # (S, S)
+    C: Tensor  # (S, o), covariance of x_S and y_P: Sigma_SP W_P^T
+    mean_kept: Tensor  # (S,)
+    mean_lost: Tensor  # (o,), of y_P
+    variance: float  # tr W_P Sigma_PP W_P^T, of y_P
+    scale: float  # mean diagonal of the whole covariance, which makes the ridge relative
+
+
+class Affine(NamedTuple):
+    """The predictor y_P ~ V x_S + c."""
+
+    V: Tensor  # (o, S), the paper's W_P B
+    c: Tensor  # (o,), its W_P c
 
 
 class Folded(NamedTuple):
@@ -36,73 +50,77 @@ class Distortion(NamedTuple):
     rho2: float
 
 
-def fit_affine(mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, *, ridge: float) -> Affine:
-    """Predict the pruned channels from the kept ones by ridge regression.
+def removal(W: Tensor, mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor) -> Removal:
+    """The moments that every fit and error below is made of; W (o, D), mean (D,), cov (D, D).
 
-        B = Sigma_PS (Sigma_SS + lambda I)^-1        c = mu_P - B mu_S
-
-    mean (D,) and cov (D, D) are averages over calibration tokens; lambda = ridge * mean diagonal of
-    the whole cov, so neither the number of tokens nor the scale of the activations moves it.
     `kept` (S,) and `pruned` (P,) partition range(D).
     """
-    Sigma_SS = cov[kept[:, None], kept]  # (S, S)
-    Sigma_SP = cov[kept[:, None], pruned]  # (S, P)
-    B = solve_ridge(Sigma_SS, Sigma_SP, ridge * mean_diagonal(cov)).mT
-    return Affine(B, mean[pruned] - B @ mean[kept])
+    W_P, rows = W[:, pruned], cov[pruned]  # (o, P), (P, D)
+    return Removal(
+        cov[kept[:, None], kept],
+        (W_P @ rows[:, kept]).mT,
+        mean[kept],
+        W_P @ mean[pruned],
+        float((W_P @ rows[:, pruned] * W_P).sum()),
+        mean_diagonal(cov),
+    )
 
 
-def best_affine(mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor) -> Affine:
-    """The unregularised optimum: fit_affine as the ridge vanishes."""
-    Sigma_SS, Sigma_SP = cov[kept[:, None], kept], cov[kept[:, None], pruned]
-    B = solve_vanishing(Sigma_SS, Sigma_SP, mean_diagonal(cov)).mT
-    return Affine(B, mean[pruned] - B @ mean[kept])
+def fit_affine(given: Removal, *, ridge: float) -> Affine:
+    """Predict what was removed from what is kept by ridge regression.
 
+        V = C^T (Sigma_SS + lambda I)^-1        c = E[y_P] - V mu_S
 
-def mean_only(mean: Tensor, kept: Tensor, pruned: Tensor) -> Affine:
-    """The predictor that knows only the mean: B = 0, c = mu_P."""
-    return Affine(mean.new_zeros(len(pruned), len(kept)), mean[pruned])
-
-
-def nothing(mean: Tensor, kept: Tensor, pruned: Tensor) -> Affine:
-    """No compensation: x_P ~ 0."""
-    return Affine(mean.new_zeros(len(pruned), len(kept)), mean.new_zeros(len(pruned)))
-
-
-def fold(W: Tensor, b: Tensor, kept: Tensor, pruned: Tensor, fit: Affine) -> Folded:
-    """W_S + W_P B and b + W_P c, for the layer y = W x + b with W (o, D), b (o,)."""
-    W_P = W[:, pruned]
-    return Folded(W[:, kept] + W_P @ fit.B, b + W_P @ fit.c)
-
-
-def error(W: Tensor, mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, fit: Affine) -> float:
-    """E||W_P (x_P - B x_S - c)||^2, exactly, for any predictor (Proposition C.1.1, with the third term set right).
-
-    = tr W_P (Sigma_PP - 2 sym(B Sigma_SP) + B Sigma_SS B^T) W_P^T + ||W_P (mu_P - B mu_S - c)||^2
+    lambda = ridge * mean diagonal of the whole covariance, so neither the number of tokens nor the scale of the
+    activations moves it.
     """
-    W_P = W[:, pruned]
-    variance = (W_P @ cov[pruned[:, None], pruned] * W_P).sum()
-    if bool(fit.B.any()):  # without a prediction there are three products less
-        V = W_P @ fit.B  # (o, S)
-        variance -= 2 * (V @ cov[kept[:, None], pruned] * W_P).sum()
-        variance += (V @ cov[kept[:, None], kept] * V).sum()
-    bias = W_P @ (mean[pruned] - fit.B @ mean[kept] - fit.c)
-    return max(0.0, float(variance + bias.square().sum()))
+    return _centred(given, solve_ridge(given.Sigma_SS, given.C, ridge * given.scale).mT)
 
 
-def distortion(W: Tensor, mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, fit: Affine) -> Distortion:
+def best_affine(given: Removal) -> Affine:
+    """The unregularised optimum: fit_affine as the ridge vanishes."""
+    return _centred(given, solve_vanishing(given.Sigma_SS, given.C, given.scale).mT)
+
+
+def mean_only(given: Removal) -> Affine:
+    """The predictor that knows only the mean: V = 0, c = E[y_P]."""
+    return _centred(given, torch.zeros_like(given.C).mT)
+
+
+def nothing(given: Removal) -> Affine:
+    """No compensation: y_P ~ 0."""
+    return Affine(torch.zeros_like(given.C).mT, torch.zeros_like(given.mean_lost))
+
+
+def _centred(given: Removal, V: Tensor) -> Affine:
+    return Affine(V, given.mean_lost - V @ given.mean_kept)
+
+
+def fold(W: Tensor, b: Tensor, kept: Tensor, fit: Affine) -> Folded:
+    """W_S + V and b + c, for the layer y = W x + b with W (o, D), b (o,)."""
+    return Folded(W[:, kept] + fit.V, b + fit.c)
+
+
+def error(given: Removal, fit: Affine) -> float:
+    """E||y_P - V x_S - c||^2, exactly, for any predictor (Proposition C.1.1, with the third term set right).
+
+    = tr W_P Sigma_PP W_P^T - 2 <V, C^T> + <V Sigma_SS, V> + ||E[y_P] - V mu_S - c||^2
+    """
+    variance = given.variance
+    if bool(fit.V.any()):  # without a prediction there are two products less
+        variance += float((fit.V @ given.Sigma_SS * fit.V).sum() - 2 * (fit.V * given.C.mT).sum())
+    bias = given.mean_lost - fit.V @ given.mean_kept - fit.c
+    return max(0.0, variance + float(bias.square().sum()))
+
+
+def distortion(given: Removal, fit: Affine) -> Distortion:
     """What `fit` costs, beside the best that any affine predictor could do and doing nothing.
 
-    rho^2 is the share of the variance of W_P x_P that is linear in x_S (Proposition C.1.2).
+    rho^2 is the share of the variance of y_P that is linear in x_S (Proposition C.1.2).
     """
-    best = best_affine(mean, cov, kept, pruned)
-    J_star = error(W, mean, cov, kept, pruned, best)
-    variance = error(W, mean, cov, kept, pruned, mean_only(mean, kept, pruned))
-    return Distortion(
-        J=error(W, mean, cov, kept, pruned, fit),
-        J_star=J_star,
-        J_uncomp=error(W, mean, cov, kept, pruned, nothing(mean, kept, pruned)),
-        rho2=min(1.0, max(0.0, 1 - J_star / variance)) if variance > 0 else 1.0,
-    )
+    J_star = error(given, best_affine(given))
+    rho2 = min(1.0, max(0.0, 1 - J_star / given.variance)) if given.variance > 0 else 1.0
+    return Distortion(error(given, fit), J_star, given.variance + float(given.mean_lost.square().sum()), rho2)
 
 
 def output_energy(W: Tensor, mean: Tensor, cov: Tensor) -> float:

@@ -25,10 +25,10 @@ def split(width: int, kept: Tensor) -> Tensor:
     return pruned.nonzero().squeeze(1)
 
 
-def fit_mlp(mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor, compensate: str, ridge: float) -> affine.Affine:
+def fit_linear(given: affine.Removal, compensate: str, ridge: float) -> affine.Affine:
     if compensate == "full":
-        return affine.fit_affine(mean, cov, kept, pruned, ridge=ridge)
-    return (affine.mean_only if compensate == "mean" else affine.nothing)(mean, kept, pruned)
+        return affine.fit_affine(given, ridge=ridge)
+    return (affine.mean_only if compensate == "mean" else affine.nothing)(given)
 
 
 def head_system(grams: HeadGrams, kept: Tensor, pruned: Tensor) -> logit.LogitSystem:

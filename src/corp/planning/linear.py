@@ -12,7 +12,7 @@ from corp.calibration.moments import Moments
 from corp.calibration.site_sums import SiteSums
 from corp.numerics import affine, exact, rank, values
 from corp.observer import timed
-from corp.planning.fitting import fit_mlp, moments_for_fit, split
+from corp.planning.fitting import fit_linear, moments_for_fit, split
 from corp.planning.plan import GroupCost, LinearFold, SitePlan
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import MLPSite, Projection, ValueSite
@@ -63,9 +63,11 @@ def plan_linear(
 
     here = layer(moments)
     with timed("compensate"):
-        fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, recipe.ridge)
-    cost = _cost(here, kept, pruned, fit, _judge(sums, kept, pruned, recipe, layer))
-    fold = _fold(here, down, kept, pruned, fit, choice, keep)
+        given = affine.removal(*here, kept, pruned)
+        fit = fit_linear(given, recipe.compensate, recipe.ridge)
+    unseen = _judge(sums, kept, pruned, recipe, layer)
+    cost = GroupCost(*affine.distortion(given, fit), affine.output_energy(*here), *unseen)
+    fold = _fold(here, down, kept, fit, choice, keep)
     return _site_plan(site, choice, keep, recipe, intercept, (cost,), fold)
 
 
@@ -101,8 +103,8 @@ def fold_choice(
 ) -> LinearFold:
     kept, pruned = _inputs(site, choice.groups)
     here = layer_of(down, moments, intercept, choice, heads_in(site))
-    fit = fit_mlp(here.mean, here.cov, kept, pruned, recipe.compensate, recipe.ridge)
-    return _fold(here, down, kept, pruned, fit, choice, len(choice.groups[0]))
+    fit = fit_linear(affine.removal(*here, kept, pruned), recipe.compensate, recipe.ridge)
+    return _fold(here, down, kept, fit, choice, len(choice.groups[0]))
 
 
 def choose(
@@ -164,13 +166,11 @@ def _scores(W: Tensor, moments: Moments, recipe: Recipe) -> Tensor:
     return rank.mlp_scores(recipe.rank, moments.energy, moments.variance, moments.active_share, W)
 
 
-def _fold(
-    here: Layer, down: Projection, kept: Tensor, pruned: Tensor, fit: affine.Affine, choice: Choice, keep: int
-) -> LinearFold:
+def _fold(here: Layer, down: Projection, kept: Tensor, fit: affine.Affine, choice: Choice, keep: int) -> LinearFold:
     """The consuming layer with the prediction folded in, rounded to the model's dtype once, here."""
     W = down.weight
     b = here.W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
-    folded = affine.fold(here.W, b, kept, pruned, fit)
+    folded = affine.fold(here.W, b, kept, fit)
     maps = () if choice.basis is None else tuple(choice.basis.to[:, :keep])
     return LinearFold(affine.Folded(*(part.to(W.device, W.dtype) for part in folded)), maps)
 
@@ -190,23 +190,13 @@ def _site_plan(
     return SitePlan(site.name, site.kind, site.width, asked, kept, intercept, costs, recipe.ridge, basis, fold)
 
 
-def _cost(
-    here: Layer, kept: Tensor, pruned: Tensor, fit: affine.Affine, unseen: tuple[float | None, float | None]
-) -> GroupCost:
-    return GroupCost(*affine.distortion(*here, kept, pruned, fit), affine.output_energy(*here), *unseen)
-
-
 def _judge(
     sums: SiteSums[Moments], kept: Tensor, pruned: Tensor, recipe: Recipe, layer: Callable[[Moments], Layer]
 ) -> tuple[float | None, float | None]:
     """Fit without the held-out batches; the unexplained share on its own data and on theirs, if there are any."""
     if recipe.compensate != "full" or not sums.fit.n or not sums.held.n:
         return None, None
-    seen = layer(sums.fit)
-    fit = fit_mlp(seen.mean, seen.cov, kept, pruned, "full", recipe.ridge)
-
-    def unexplained(here: Layer) -> float | None:
-        whole = affine.error(*here, kept, pruned, affine.mean_only(here.mean, kept, pruned))
-        return affine.error(*here, kept, pruned, fit) / whole if whole > 0 else None
-
-    return unexplained(seen), unexplained(layer(sums.held))
+    seen, held = (affine.removal(*layer(part), kept, pruned) for part in (sums.fit, sums.held))
+    fit = fit_linear(seen, "full", recipe.ridge)
+    left, right = (affine.error(part, fit) / part.variance if part.variance > 0 else None for part in (seen, held))
+    return left, right
