@@ -11,7 +11,7 @@ from corp.calibration.head_grams import FoldedHead, HeadGrams, SampledHead
 from corp.calibration.moments import sum_device
 from corp.calibration.query_blocks import query_blocks, same_lengths
 from corp.errors import StatisticsError
-from corp.numerics.linalg import pack, packed_outer, packed_size, unpack
+from corp.numerics.linalg import pack, packed_outer, packed_size, triangle, unpack
 
 FOLD_BLOCK = 256  # entries folded at once: one large product instead of many thin ones
 # Blocks of queries per sample under a causal mask. Of the logits that b blocks count, a share of (b-1)/(2b) is spared:
@@ -146,17 +146,18 @@ class Grams:
             t, device = packed_size(self.width), self._q[0].device
             self.kron, self.centred_kron = torch.zeros(2, self.heads, t, t, dtype=torch.float64, device=device)
         for h in range(self.heads):
-            q, k, raw = self._entries(h)
-            self.kron[h].addmm_(raw.mT, q)
-            self.centred_kron[h].addmm_(k.mT, q)
+            q = _of_head(self._q, h).mT
+            self.kron[h].addmm_(self._keys_of(h, centred=False), q)
+            self.centred_kron[h].addmm_(self._keys_of(h, centred=True), q)
         self._q, self._k, self._key_mean, self._keys, self._pending = [], [], [], [], 0
 
-    def _entries(self, h: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The packed Grams of head h's queries, of its keys about their mean and of its keys, (b, t) each, float64."""
-        q, k, mean = (
-            torch.cat([part[:, h] for part in parts]).double() for parts in (self._q, self._k, self._key_mean)
-        )
-        return q, k, k + torch.cat(self._keys)[:, None] * packed_outer(mean)
+    def _keys_of(self, h: int, *, centred: bool) -> Tensor:
+        """The packed Grams (t, b) of head h's keys in float64, about their mean or as they are: plus n m m^T."""
+        gram = _of_head(self._k, h)
+        if centred:
+            return gram
+        mean, (rows, columns) = _of_head(self._key_mean, h), triangle(self.width, gram.device)
+        return gram.addcmul_(mean[rows], (mean * torch.cat(self._keys))[columns])
 
     @property
     def finite(self) -> bool:
@@ -170,8 +171,7 @@ class Grams:
         if self.kron is not None and self.centred_kron is not None:
             self.fold()
             return FoldedHead(self.width, (self.centred_kron if centred else self.kron)[h])
-        q, k, raw = self._entries(h)
-        return SampledHead(self.width, q.mT.contiguous(), (k if centred else raw).mT.contiguous())
+        return SampledHead(self.width, _of_head(self._q, h), self._keys_of(h, centred=centred))
 
     def gram_sums(self) -> tuple[Tensor, Tensor] | None:
         """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded: the Kronecker sum holds neither."""
@@ -233,6 +233,11 @@ class Grams:
 def folds_after(width: int) -> int:
     """Entries: 2 t float32 each, against two sums of t^2 float64."""
     return 2 * packed_size(width)
+
+
+def _of_head(parts: list[Tensor], h: int) -> Tensor:
+    """Head h of entries (b, H, t) each, one column per entry, in float64: (t, b), a copy."""
+    return torch.cat([part[:, h] for part in parts]).double().mT.clone(memory_format=torch.contiguous_format)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

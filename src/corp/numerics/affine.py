@@ -1,7 +1,7 @@
 """Affine compensation of pruned MLP channels (paper: section 3.4, Algorithm 3, Propositions C.1.1 and C.1.2).
 
-The paper predicts the pruned channels, x_P ~ B x_S + c, and folds W_P B and W_P c into the layer y = W x + b. Only those
-products are ever used, so they are solved for: y_P = W_P x_P ~ V x_S + c with V = W_P B, o unknowns per kept channel
+The paper predicts the pruned channels, x_P ~ B x_S + c, and folds W_P B and W_P c into the layer y = W x + b. Only
+these products are used, so they are solved for: y_P = W_P x_P ~ V x_S + c with V = W_P B, o unknowns per kept channel
 instead of P. Without an intercept the same formulas hold with mean = 0 and the raw second moment in place of the
 covariance.
 """

@@ -64,7 +64,8 @@ def solve_vanishing(A: Tensor, rhs: Tensor, scale: float) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _triangle(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def triangle(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows and columns (t,) of a symmetric matrix (d, d) in the order in which it is packed."""
     rows, columns = torch.triu_indices(d, d, device=device)
     return rows, columns
 
@@ -77,7 +78,7 @@ def packed_size(d: int) -> int:
 @lru_cache(maxsize=64)
 def packed_index(d: int, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008  (immutable)
     """(d, d) -> position of the entry (i, j) of a symmetric matrix in its packed upper triangle."""
-    rows, columns = _triangle(d, device)
+    rows, columns = triangle(d, device)
     index = torch.empty(d, d, dtype=torch.long, device=device)
     index[rows, columns] = index[columns, rows] = torch.arange(len(rows), device=device)
     return index
@@ -85,7 +86,7 @@ def packed_index(d: int, device: torch.device = torch.device("cpu")) -> Tensor: 
 
 def pack(A: Tensor) -> Tensor:
     """Upper triangle of symmetric matrices: (..., d, d) -> (..., d(d+1)/2)."""
-    rows, columns = _triangle(A.shape[-1], A.device)
+    rows, columns = triangle(A.shape[-1], A.device)
     return A[..., rows, columns]
 
 
@@ -96,13 +97,13 @@ def unpack(p: Tensor, d: int) -> Tensor:
 
 def packed_outer(x: Tensor) -> Tensor:
     """x x^T, packed: (..., d) -> (..., d(d+1)/2)."""
-    rows, columns = _triangle(x.shape[-1], x.device)
+    rows, columns = triangle(x.shape[-1], x.device)
     return x[..., rows] * x[..., columns]
 
 
 def map_packed(p: Tensor, d: int, M: Tensor) -> Tensor:
     """M S M^T of packed symmetric matrices S, one column each: (d(d+1)/2, N) and M (r, d) -> (r(r+1)/2, N)."""
-    index, (rows, columns) = packed_index(d, p.device), _triangle(len(M), p.device)
+    index, (rows, columns) = packed_index(d, p.device), triangle(len(M), p.device)
     parts = []
     for part in p.split(MAPPED_AT_ONCE, 1):
         half = M @ part[index]  # (d, r, n): S M^T
