@@ -273,7 +273,11 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
             advance(1)
     warn_if_weak(planned, stats)
     output = _plan_output(dense, stats, found.rank)
-    return Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
+    made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
+    raised = [site for site in planned if site.ridge > recipe.ridge]
+    return made.noting(
+        *(f"{site.name}: its covariance is singular, so the ridge is {site.ridge:g}" for site in raised[:1])
+    )
 
 
 def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:

@@ -31,6 +31,7 @@ class Choice(NamedTuple):
 
     groups: list[Tensor]
     basis: values.Basis | None = None
+    ridge: float = 0.0  # at which channels were eliminated
 
 
 def layer_of(
@@ -64,7 +65,7 @@ def plan_linear(
     here = layer(moments)
     with timed("compensate"):
         given = affine.removal(*here, kept, pruned)
-        fit = fit_linear(given, recipe.compensate, recipe.ridge)
+        fit = fit_linear(given, recipe.compensate, max(recipe.ridge, choice.ridge))
     unseen = _judge(sums, kept, pruned, recipe, layer)
     cost = GroupCost(*affine.distortion(given, fit), affine.output_energy(*here), *unseen)
     fold = _fold(here, down, kept, fit, choice, keep)
@@ -92,7 +93,7 @@ def fold_linear(
 ) -> LinearFold:
     """The narrowed layer of a plan that came without its fold."""
     moments = sums.total()
-    choice = Choice(site_plan.indices())
+    choice = Choice(site_plan.indices(), ridge=site_plan.ridge)
     if isinstance(site, ValueSite) and site_plan.basis == SUBSPACE:
         choice = choose(site, site_plan.keep, down, moments, recipe, site_plan.intercept)
     return fold_choice(site, choice, down, moments, site_plan.intercept, recipe)
@@ -103,7 +104,7 @@ def fold_choice(
 ) -> LinearFold:
     kept, pruned = _inputs(site, choice.groups)
     here = layer_of(down, moments, intercept, choice, heads_in(site))
-    fit = fit_linear(affine.removal(*here, kept, pruned), recipe.compensate, recipe.ridge)
+    fit = fit_linear(affine.removal(*here, kept, pruned), recipe.compensate, max(recipe.ridge, choice.ridge))
     return _fold(here, down, kept, fit, choice, len(choice.groups[0]))
 
 
@@ -124,7 +125,7 @@ def choose(
         if recipe.rank != "exact":
             return Choice([rank.top(_scores(layer.W, moments, recipe), keep)[0]])
         path = path or exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge, least=keep)
-        return Choice([path.keep(keep)[0]])
+        return Choice([path.keep(keep)[0]], ridge=path.ridge)
 
 
 def _choose_values(site: ValueSite, keep: int, layer: Layer, moments: Moments, recipe: Recipe) -> Choice:
@@ -187,7 +188,8 @@ def _site_plan(
     asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity(site.kind, site.name)
     kept = tuple(tuple(group.tolist()) for group in choice.groups)
     basis = COORDINATES if choice.basis is None else SUBSPACE
-    return SitePlan(site.name, site.kind, site.width, asked, kept, intercept, costs, recipe.ridge, basis, fold)
+    ridge = max(recipe.ridge, choice.ridge)
+    return SitePlan(site.name, site.kind, site.width, asked, kept, intercept, costs, ridge, basis, fold)
 
 
 def _judge(
