@@ -197,7 +197,8 @@ def prune(
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
-        held = HeldBatches(HoldOut.of(batches or ()), samples_needed(recipe)) if recipe.searches else None
+        wanted = samples_needed(recipe)
+        held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
         if stats is None:
             stats = _calibrate(dense, batches or (), forward, watch, settings, origin, held=held)
         else:
@@ -275,9 +276,7 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
-    return made.noting(
-        *(f"{site.name}: its covariance is singular, so the ridge is {site.ridge:g}" for site in raised[:1])
-    )
+    return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 
 def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:

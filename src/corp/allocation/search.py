@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import narrowest
 from corp.calibration.batches import Forward, size_of
-from corp.errors import DataError, PlanError
+from corp.errors import DataError, ModelError, PlanError
 from corp.measure.closeness import Closeness, Reference
 from corp.measure.intervals import Interval
 from corp.observer import Advance
@@ -29,27 +30,84 @@ STEPS = 6  # models made to find how far agreement allows to go: the target is t
 POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
 QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
+TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
+STRONGER = 10.0  # times the ridge, tried where tokens are few
+JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
 
 
 def samples_needed(recipe: Recipe) -> int:
-    """How many held-out samples a search under this recipe wants."""
-    return SPLIT_SAMPLES if recipe.min_agreement is None else AGREEMENT_SAMPLES
+    """How many held-out samples a search under this recipe wants; 0 if there is nothing to try."""
+    if recipe.min_agreement is not None:
+        return AGREEMENT_SAMPLES
+    return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
-    """The allocator's recipe with its target found, and the widths, by trials on held-out batches."""
+    """The allocator's recipe with what was left open found, and the widths, by trials on held-out batches."""
     recipe, observer = allocator.recipe, allocator.observer
     if recipe.min_agreement is not None and not held:
         raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
-    if not held or not recipe.searches:  # a single batch: the rules decide, as in corp.plan
+    scarce = bool(held) and _doubtful(recipe) and _scarce(allocator)
+    if not held or not (recipe.searches or scarce):  # a single batch: the rules decide, as in corp.plan
         return recipe, allocator.allocate(recipe)
     with observer.stage("trying widths", None, "models") as advance:
-        trials = Trials(allocator, Reference(allocator.model, held, forward), sum(map(size_of, held)), advance)
+        try:
+            reference = Reference(allocator.model, held, forward)
+        except ModelError as error:
+            if recipe.searches:
+                raise
+            return recipe, allocator.allocate(recipe)._replace(why={"notes": [f"the ranking was not judged: {error}"]})
+        trials = Trials(allocator, recipe, reference, sum(map(size_of, held)), advance)
+        note: dict[str, list[str]] = {}
+        if scarce:
+            trials, note = _judged(trials)
+            recipe = trials.recipe
         if recipe.min_agreement is not None:
-            return _Agreement(trials).run(recipe.min_agreement)
-        return recipe, _Split(trials).run()
+            recipe, found = _Agreement(trials).run(recipe.min_agreement)
+        else:
+            found = _Split(trials).run() if recipe.searches else trials.allocator.allocate(recipe)
+    return recipe, found._replace(why={**found.why, **note})
+
+
+def _doubtful(recipe: Recipe) -> bool:
+    """Whether the choice of MLP channels needs more data than a ranking does."""
+    return recipe.rank == "exact" and recipe.compensate == "full"
+
+
+def _scarce(allocator: Allocator) -> bool:
+    """Whether some MLP that is pruned saw too few tokens per channel for exact elimination to be trusted."""
+    stats = allocator.stats
+    pruned = [site for site in allocator.sites.mlp if not allocator.recipe.skips(site.name)]
+    return any(stats.moments_of(site.name).fit.n < TOKENS_PER_CHANNEL * site.width for site in pruned)
+
+
+def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
+    """Trials under the ranking and ridge whose model is nearest to the dense one on held-out batches.
+
+    Exact elimination follows the sample where there are few tokens per channel; the paper's ranking does so less.
+    """
+    first, asked = trials.allocator, trials.recipe
+    rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
+    found = first.allocate(rule)
+    known: dict[tuple[str, float], float] = {}
+    for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
+        paths = found.paths if ridge == asked.ridge else {}
+        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found._replace(paths=paths))
+        known[rank, ridge] = tried.divergence().value
+        first.observer.note(f"rank {rank}, ridge {ridge:g}: divergence {known[rank, ridge]:.3f}")
+    rank, ridge = min(known, key=lambda key: known[key])
+    if (rank, ridge) == (asked.rank, asked.ridge):
+        return trials, {}
+    note = (
+        f"there are few tokens per MLP channel: rank={rank!r} with ridge={ridge:g} is nearer to the dense model on "
+        f"held-out batches than rank={asked.rank!r} with ridge={asked.ridge:g}, and was used; calibrate on more data"
+    )
+    recipe = replace(asked, rank=rank, ridge=ridge)
+    same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
+    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer)
+    return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
 @dataclass
@@ -57,13 +115,13 @@ class Trials:
     """Models of some widths, made to be compared with the dense one on held-out batches."""
 
     allocator: Allocator
+    recipe: Recipe
     reference: Reference
     samples: int
     advance: Advance
 
     def compare(self, found: Allocation) -> Closeness:
-        model, sites, stats = self.allocator.model, self.allocator.sites, self.allocator.stats
-        recipe = self.allocator.recipe
+        model, sites, stats, recipe = self.allocator.model, self.allocator.sites, self.allocator.stats, self.recipe
         plans = tuple(
             sketch_site(model, site, found.widths[site.name], stats, recipe, found.paths.get(site.name))
             for site in sites
@@ -119,7 +177,7 @@ class _Agreement:
 
     def at(self, target: float) -> Recipe:
         asked: dict[str, Any] = {"min_agreement": None, f"target_{self.kind}": target}
-        return replace(self.trials.allocator.recipe, **asked)
+        return replace(self.trials.recipe, **asked)
 
     def reaches(self, target: float, wanted: float) -> bool:
         found = self.trials.allocator.allocate(self.at(target))
@@ -166,7 +224,7 @@ class _Split:
     output: float = 0.0  # share of the output head's rank that is removed
 
     def run(self) -> Allocation:
-        allocator, recipe = self.trials.allocator, self.trials.allocator.recipe
+        allocator, recipe = self.trials.allocator, self.trials.recipe
         first = allocator.allocate(recipe)
         why = first.why["allocation"]
         start, usual = why["queries"], why["power"]
@@ -179,11 +237,11 @@ class _Split:
         return best._replace(why={**best.why, "split": record})
 
     def at(self, queries: float, power: float) -> Allocation:
-        return self.trials.allocator.allocate(self.trials.allocator.recipe, queries, power, self.output)
+        return self.trials.allocator.allocate(self.trials.recipe, queries, power, self.output)
 
     def best_output(self, queries: float, power: float) -> float:
         """The share of the output head to remove, if removing some of it makes room for what matters more."""
-        allocator, recipe = self.trials.allocator, self.trials.allocator.recipe
+        allocator, recipe = self.trials.allocator, self.trials.recipe
         budget = "params" if recipe.target_params is not None else "macs"
         if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
             return 0.0
