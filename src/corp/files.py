@@ -152,7 +152,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Say before the work, not after it, that the output is in the way."""
     if path.exists() or path.is_symlink():
         if not overwrite:
-            raise StorageError(f"{path} exists; choose another output, or pass overwrite (--overwrite)")
+            raise StorageError(f"{path} exists; choose another output, or pass overwrite=True")
         if not path.is_dir() or path.is_symlink():
             raise StorageError(f"{path} is not a folder; it is left alone")
 

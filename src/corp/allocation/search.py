@@ -5,6 +5,7 @@ Nothing is trained, and models are tried as they are before the refit, which cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,6 +35,13 @@ def samples_needed(recipe: Recipe) -> int:
     return SPLIT_SAMPLES if recipe.min_agreement is None else AGREEMENT_SAMPLES
 
 
+def most_trials(recipe: Recipe) -> int:
+    """How many models a search makes at the most."""
+    if recipe.min_agreement is not None:
+        return STEPS + 1
+    return len(POWERS) + math.ceil(MOST_QUERIES / QUERY_STEP) + 1 + 1  # one step the wrong way, and equal shares
+
+
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
     """The allocator's recipe with its target found, and the widths, by trials on held-out batches."""
     recipe, observer = allocator.recipe, allocator.observer
@@ -41,7 +49,7 @@ def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = 
         raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
     if not held or not recipe.searches:  # a single batch: the rules decide, as in corp.plan
         return recipe, allocator.allocate(recipe)
-    with observer.stage("trying widths", None, "models") as advance:
+    with observer.stage("trying widths", most_trials(recipe), "models") as advance:
         trials = Trials(allocator, Reference(allocator.model, held, forward), sum(map(size_of, held)), advance)
         if recipe.min_agreement is not None:
             return _Agreement(trials).run(recipe.min_agreement)

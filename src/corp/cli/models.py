@@ -23,7 +23,7 @@ _checkpoint_dtype: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary
 
 
 def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
-    """hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
+    """The model that a name means: hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
     where = _hf_place(name)
     if weights is not None and (where or Path(name).is_dir()):
         raise ModelError(f"{name} comes with its own weights; --weights cannot go with it")
@@ -38,8 +38,9 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> n
     if Path(name).is_dir():
         return timm_models.from_folder(Path(name))
 
+    timm_models.require_known(name)
     if weights is None and pretrained:
-        note(f"{name}: taking timm's pretrained weights (--weights FILE uses a file of yours)")
+        note(f"{name}: taking timm's pretrained weights (--weights FILE takes them from a file)")
     return timm_models.create(name, weights, pretrained=pretrained)
 
 

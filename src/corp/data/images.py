@@ -159,8 +159,8 @@ class ImageBatches(Iterable[Tensor]):
         self.bad.append((path, reason))
         if len(self.bad) > self.max_bad * len(self.paths):
             raise DataError(
-                f"{len(self.bad)} of {len(self.paths)} images cannot be decoded, more than the allowed "
-                f"{self.max_bad:.0%} (--max-bad); the first: {_first(self.bad)}"
+                f"{len(self.bad)} of {len(self.paths)} images cannot be decoded, more than "
+                f"max_bad={self.max_bad:g} of them; the first: {_first(self.bad)}"
             )
 
 

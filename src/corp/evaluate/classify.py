@@ -101,7 +101,7 @@ def _logits(output: Any) -> Tensor:
         raise ModelError(f"a classifier's output is logits of shape (images, classes); this model gives {got}")
     logits = output.detach().cpu().double()  # (B, K)
     if not bool(torch.isfinite(logits).all()):
-        raise ModelError(f"the model gives values that are not finite in {output.dtype}; try --dtype float32")
+        raise ModelError(f"the model gives values that are not finite in {output.dtype}; try dtype=float32")
     return logits
 
 

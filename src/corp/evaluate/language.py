@@ -88,7 +88,7 @@ def _values(logits: Tensor, dense: Tensor | None, target: Tensor, rows: Tensor, 
         parts.append(torch.stack([nll, nll - before, agrees, kl]).cpu().double())
     found = torch.cat(parts, 1) if parts else torch.zeros(4, 0, dtype=torch.float64)
     if not bool(torch.isfinite(found).all()):
-        raise ModelError(f"the model gives values that are not finite in {logits.dtype}; try --dtype float32")
+        raise ModelError(f"the model gives values that are not finite in {logits.dtype}; try dtype=float32")
     return found
 
 

@@ -49,7 +49,7 @@ def pool(output: Any, mask: Tensor) -> Tensor:
         raise ModelError("this model gives no hidden states of shape (texts, tokens, width) to make embeddings of")
     wide = hidden.detach().cpu().double()
     if not bool(torch.isfinite(wide).all()):
-        raise ModelError(f"the model gives values that are not finite in {hidden.dtype}; try --dtype float32")
+        raise ModelError(f"the model gives values that are not finite in {hidden.dtype}; try dtype=float32")
     weight = mask.cpu().double()[:, :, None]  # (B, T, 1)
     return (wide * weight).sum(1) / weight.sum(1).clamp(min=1)
 

@@ -85,7 +85,7 @@ class Reference:
         with torch.no_grad(), evaluating(model):
             output, answers = tensor_of(feed(model, batch, self.forward))
         if not bool(torch.isfinite(output).all()):
-            raise ModelError(f"the model gives values that are not finite in {output.dtype}; try --dtype float32")
+            raise ModelError(f"the model gives values that are not finite in {output.dtype}; try dtype=float32")
         answers = answers and not self.features
         if answers and output.shape[-1 if output.dim() < 4 else 1] == 1:
             raise ModelError(
