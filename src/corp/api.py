@@ -309,7 +309,8 @@ def _repair(
     forward: Forward | None,
     observer: Observer,
 ) -> Result:
-    passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+    with observer.stage("recording for the refit", None, "samples"):
+        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
     work = Repair(dense.model, copy.deepcopy(result.model), recipe)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)

@@ -52,8 +52,9 @@ def is_path(name: str) -> bool:
 
 def cached(name: str) -> bool:
     """Whether something of the hub model `name` was downloaded before."""
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    there = os.environ.get
+    home = there("HF_HOME") or Path(there("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(there("HF_HUB_CACHE") or there("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")).expanduser()
     return (cache / f"models--{name.replace('/', '--')}").is_dir()
 
 

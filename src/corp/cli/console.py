@@ -85,7 +85,7 @@ def told(kept: str = _NOTHING) -> Iterator[None]:
 
 
 def heed_signals() -> None:
-    """Ctrl-C and a polite kill unwind the command, so that half-written folders are removed on the way out."""
+    """Let Ctrl-C and SIGTERM unwind the command, so that half-written folders are removed on the way out."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         _stopped.append(number)

@@ -28,7 +28,7 @@ LOGITS = 1 << 27  # per batch of a language model: half a gigabyte in float32
 
 
 def calibration_batches(model: nn.Module, source: Source) -> ImageBatches | TextBatches:
-    """The data of --calib, drawn by seed, as the model wants it."""
+    """The data of --calib, drawn by the seed, as batches that the model takes."""
     kind = models.kind_of(model)
     if kind == models.IMAGE:
         samples, size = source.samples or source.images, source.batch_size or IMAGE_BATCH
@@ -122,14 +122,14 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches
 
 
 def sequences_per_batch(tokenizer: Any, length: int) -> int:
-    """As many as keep both the tokens of a batch and its logits, one per word of the vocabulary, within bounds."""
+    """How many sequences keep both the tokens of a batch and its logits, one per word of the vocabulary, in bounds."""
     from corp.data import text
 
     return max(1, min(text.TOKENS_PER_BATCH, LOGITS // max(1, len(tokenizer))) // length)
 
 
 def sequence_length(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
-    """What was asked for, else the paper's 2048; never more than the model's context."""
+    """The length that was asked for, otherwise the paper's 2048; never more than the model's context."""
     from corp.adapters import hf_models
     from corp.data import text
 
