@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from corp.api import plan as plan
     from corp.api import prune as prune
     from corp.api import repair as repair
+    from corp.calibration.job import Settings as Settings
     from corp.calibration.statistics import Statistics as Statistics
     from corp.errors import CorpError as CorpError
     from corp.evaluate.shift import measure_shift as measure_shift
+    from corp.observer import Observer as Observer
+    from corp.planning.plan import Plan as Plan
     from corp.recipe import Recipe as Recipe
     from corp.storage.folder import load as load
     from corp.storage.folder import save as save
@@ -29,8 +32,11 @@ if TYPE_CHECKING:
 # `corp --help` does not wait for torch.
 _PUBLIC = {
     "CorpError": "errors",
+    "Observer": "observer",
+    "Plan": "planning.plan",
     "Recipe": "recipe",
     "Result": "api",
+    "Settings": "calibration.job",
     "Statistics": "calibration.statistics",
     "apply": "api",
     "calibrate": "api",

@@ -29,6 +29,7 @@ from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning, PlanError, StatisticsError
+from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
@@ -42,7 +43,7 @@ from corp.refit.replay import Block
 from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
 from corp.surgery.self_check import require_agreement, verify
-from corp.tables import text_table
+from corp.tables import Tabular, text_table
 
 TOTALS = ("", "before", "after", "ratio")
 
@@ -76,14 +77,25 @@ class Report:
         return f"{self.plan}\n\n{text_table(TOTALS, self.totals())}"
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, repr=False)
+class Result(Tabular):
     """A smaller model, what was done to get it, and what that is predicted to cost."""
 
     model: nn.Module
     plan: Plan
     report: Report
     origin: dict[str, Any] = field(default_factory=dict)  # of the calibration: model, data, preprocessing, versions
+
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        """Parameters and operations before and after."""
+        return f"{type(self.model).__name__}, {len(self.plan.sites)} sites pruned", TOTALS, self.report.totals()
+
+    def compare(self, dense: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None) -> Comparison:
+        """Run `dense`, the model that was pruned, and the pruned one over `batches`, and compare outputs and time.
+
+        The batches should be others than those of the calibration.
+        """
+        return compare(dense, self.model, list(batches), forward)
 
 
 class _Dense(NamedTuple):
@@ -191,9 +203,20 @@ def prune(
 
     Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
     batches that calibration held out, and the final fit uses all of them.
+
+    >>> import corp
+    >>> from corp.data import digits
+    >>> model, data = digits.load_model(), digits.load_split()
+    >>> result = corp.prune(model, data.calibration_images.split(128), corp.Recipe(mlp=0.5, attn=0.5))
+    >>> sum(p.numel() for p in result.model.parameters()) < 0.7 * sum(p.numel() for p in model.parameters())
+    True
+    >>> result.compare(model, data.test_images.split(128)).agreement.value > 0.95
+    True
     """
     watch = observer or (Bars() if progress else SILENT)
     dense = _Dense.of(model, recipe)
+    if model.training:
+        watch.note("the model is in train mode: corp runs it in eval mode; call .eval() on the result before use")
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
@@ -303,7 +326,8 @@ def _repair(
     forward: Forward | None,
     observer: Observer,
 ) -> Result:
-    passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+    with observer.stage("recording for the refit", None, "samples"):
+        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
     work = Repair(dense.model, copy.deepcopy(result.model), recipe)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)

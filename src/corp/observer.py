@@ -19,14 +19,20 @@ class Observer:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Watch a stage that handles `total` units; the function it gives is called with how many are done."""
+        """Watch a stage of `total` units, or at most so many; the function it gives is called with how many are done.
+
+        `total` is None if nobody knows how many there will be.
+        """
         yield lambda _done: None
 
     def note(self, message: str) -> None:
         """Take one sentence that a user should read."""
 
-    def calibrated(self, stats: Any) -> Any:  # Statistics, which are made above this module
-        """Take the statistics of the data pass; the model is planned from what is returned."""
+    def estimate(self, seconds: float) -> None:
+        """Take how long the whole run is expected to last, once that is known."""
+
+    def calibrated(self, stats: Any) -> Any:
+        """Take the `corp.Statistics` of the data pass; the model is planned from the ones that are returned."""
         return stats
 
 
@@ -40,10 +46,17 @@ class Bars(Observer):
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        speed = TextColumn("{task.fields[rate]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), speed, TimeRemainingColumn())
+        ends = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), *(ends if total else (TimeElapsedColumn(),)))
         visible = self.console.is_terminal or self.console.is_jupyter
         with Progress(*columns, console=self.console, disable=not visible) as bars:
             task = bars.add_task(name, total=total, rate="")
@@ -53,9 +66,20 @@ class Bars(Observer):
                 bars.update(task, advance=done, rate=f"{speed:.1f} {unit}/s" if speed else "")
 
             yield advance
+            bars.update(task, total=bars.tasks[0].completed)  # a bound may not have been reached: the stage is over
+
+    def estimate(self, seconds: float) -> None:
+        self.note(f"this takes about {duration(seconds)}")
 
     def note(self, message: str) -> None:
         self.console.print(message, style="dim", markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """A length of time in the unit that people would use: 40 s, 3 min, 2.5 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 SILENT = Observer()

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 from corp.errors import RecipeError
+from corp.tables import Tabular
 
 Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or the range from which a target may choose it
 
@@ -63,7 +64,7 @@ def _option(default: Any, panel: str, text: str, choices: tuple[str, ...] = ()) 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Tabular):
     """How much to remove, how to choose it, and how to compensate for it.
 
     The defaults are the best that corp knows; `Recipe.paper(...)` is the paper's method to the letter, and
@@ -268,6 +269,13 @@ class Recipe:
             return self.round_to
         multiples = FAST if isinstance(self.round_to, str) else self.round_to
         return multiples.get(ROUNDING_KEYS[kind], 1)
+
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, str]]]:
+        """What differs from the defaults."""
+        given = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        defaults = Recipe()
+        rows = [(name, str(value)) for name, value in given if value != getattr(defaults, name)]
+        return f"recipe: {preset_of(self)} settings", ("field", "value"), rows
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "skip": list(self.skip)}

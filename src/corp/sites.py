@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import CorpError, ModelError
+from corp.tables import Tabular
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class Refusal:
     reason: str
 
 
-class Sites:
+class Sites(Tabular):
     """What was found in a model: iterate over it for the sites, `refused` holds the rest."""
 
     def __init__(
@@ -289,15 +290,14 @@ class Sites:
             "refused": [{"name": r.name, "kind": r.kind, "reason": r.reason} for r in self.refused],
         }
 
-    def __str__(self) -> str:
-        lines = [f"{len(self)} sites ({self.adapter})"]
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        """One row per site, those that cannot be pruned last."""
+        rows: list[tuple[str, ...]] = []
         for site in self:
             heads = f"{count} heads x " if (count := heads_of(site)) else ""
-            lines.append(f"  {site.name:<24} {site.kind:<5} {heads}{site.width}")
-        lines += [f"  {r.name:<24} {r.kind:<5} cannot be pruned: {r.reason}" for r in self.refused]
-        return "\n".join(lines)
-
-    __repr__ = __str__
+            rows.append((site.name, site.kind, f"{heads}{site.width}"))
+        rows += [(r.name, r.kind, f"cannot be pruned: {r.reason}") for r in self.refused]
+        return f"{len(self)} sites ({self.adapter})", ("site", "kind", "width"), rows
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -1,8 +1,9 @@
-"""Tables as plain text, Markdown and CSV; the command line has a richer one."""
+"""Tables as plain text, HTML, Markdown and CSV; the command line has a richer one."""
 
 from __future__ import annotations
 
 import csv
+import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,35 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain HTML table, cells escaped: notebooks style it."""
+    lines = [_html_row("th", columns), *(_html_row("td", row) for row in rows)]
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+class Tabular:
+    """An object that prints as a title and a short table, and that notebooks show as HTML."""
+
+    def table(self) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+        """The title, the columns and the rows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        title, columns, rows = self.table()
+        return f"{title}\n{text_table(columns, rows)}" if rows else title
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        title, columns, rows = self.table()
+        return f"<p>{html.escape(title)}</p>{html_table(columns, rows) if rows else ''}"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -126,7 +126,7 @@ def test_sums_that_do_not_fit_take_more_passes_with_the_same_result(tmp_path: Pa
 
 def test_too_little_memory_says_the_least_that_would_do() -> None:
     model, data = build("vit"), images()
-    with pytest.raises(CorpError, match=r"needs at least .*, 1\.0KB are allowed; give it --memory") as caught:
+    with pytest.raises(CorpError, match=r"needs at least .*, 1\.0KB are allowed; give it memory=") as caught:
         corp.calibrate(model, data, settings=Settings(memory=1024))
     told = str(caught.value).rpartition("--memory ")[2].split()[0]
     sites = list(corp.find_sites(model))
@@ -298,7 +298,7 @@ def test_a_changed_command_is_refused_until_fresh(tmp_path: Path) -> None:
     often = Settings(tokens="all", checkpoint_seconds=0)
     with pytest.raises(InterruptedByTestError):
         corp.calibrate(model, data(5), out=out, settings=often, origin={"seed": 0})
-    with pytest.raises(CorpError, match=r"seed: 0 then, 1 now.*--fresh"):
+    with pytest.raises(CorpError, match=r"seed: 0 then, 1 now.*fresh=True"):
         corp.calibrate(model, data(9), out=out, settings=often, origin={"seed": 1})
     corp.calibrate(model, data(9), out=out, settings=Settings(tokens="all", fresh=True), origin={"seed": 1})
     assert Statistics.load(out).samples == 80

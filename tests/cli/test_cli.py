@@ -143,7 +143,6 @@ BAD = {
     "unknown ranking": ([MODEL, "--mlp", "0.5", "--rank", "best"], "rank='best' is not one of"),
     "odd rounding": ([MODEL, "--mlp", "0.5", "--round-to", "mlp=x"], "--round-to: 'x' is not a number"),
     "odd override": ([MODEL, "--mlp", "0.5", "--override", "mlp=0.2"], "--override 'mlp=0.2' should look like"),
-    "unknown dtype": ([MODEL, "--mlp", "0.5", "--dtype", "int3"], "--dtype int3"),
     "unknown device": ([MODEL, "--mlp", "0.5", "--device", "tpu9"], "--device tpu9 cannot be used"),
     "glob of nothing": ([MODEL, "--mlp", "0.5", "--skip", "layer*"], "matches no site"),
     "no weights file": ([MODEL, "--mlp", "0.5", "--weights", "nothing.pth"], "no weights file"),

@@ -116,4 +116,4 @@ def test_deployment_data_is_held_against_the_plan(weights: Path, photos: Path, n
 def test_deployment_options_that_make_no_sense_are_errors(weights: Path, photos: Path, tmp_path: Path) -> None:
     common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--mlp", 0.5)
     assert "--deploy-data" in failure(*common, "--mix-deploy")
-    assert "is not there" in failure(*common, "--deploy-data", tmp_path / "nothing")
+    assert "does not exist" in failure(*common, "--deploy-data", tmp_path / "nothing")

@@ -294,7 +294,7 @@ def test_a_changed_command_is_refused_and_a_failed_one_leaves_nothing(
     monkeypatch.setattr(Sweep, "_keep", real)
     labels = tmp_path / "labels.csv"
     labels.write_text("".join(f"{path.name},1\n" for path in photos_folder.iterdir()))
-    for change in (("--labels", labels), ("--tokens", "5"), ("--batch-size", "2")):
+    for change in (("--labels", labels), ("--sample-tokens", "5"), ("--batch-size", "2")):
         refused = run(*command, *change)
         assert refused.exit_code == 1
         assert "another command" in refused.output

@@ -65,7 +65,7 @@ def test_jsonl_and_its_complaints(tmp_path: Path) -> None:
     path.write_text('{"text": "eins \\ud83d"}\n\n{"body": "zwei", "id": 3}\nnonsense\n[1]\n')
     source = open_documents([path], field="text", lines=False, piece=9)[0]
     assert source.read(0) == "eins ?"  # half a character is not handed on
-    with pytest.raises(DataError, match=r"a.jsonl, line 3 has no field 'text'; it has 'body', 'id'; name the field"):
+    with pytest.raises(DataError, match=r"a.jsonl, line 3 has no field 'text'; it has 'body', 'id'; field=NAME"):
         source.read(1)
     with pytest.raises(DataError, match="line 4: not JSON"):
         source.read(2)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelFor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
+from corp.adapters import hub
 from corp.adapters.hf import refuse_deep
 from corp.errors import DataError, ModelError
 
@@ -56,15 +57,15 @@ def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = T
 
 def tokenizer(name: str) -> Any:
     """The tokenizer of the folder or hub id."""
-    if _is_path(name) and not Path(name).is_dir():
-        raise DataError(f"there is no folder {name} to take a tokenizer from; give one with --tokenizer")
+    if hub.is_path(name) and not Path(name).is_dir():
+        raise DataError(f"there is no folder {name} to take a tokenizer from; tokenizer=FOLDER takes it from elsewhere")
     # transformers makes an empty tokenizer, which turns every text into nothing, where there are no files.
-    if _is_path(name) and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
-        raise DataError(f"{name} holds no tokenizer ({TOKENIZER_FILES[0]}); --tokenizer FOLDER takes it from elsewhere")
+    if hub.is_path(name) and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
+        raise DataError(f"{name} holds no tokenizer ({TOKENIZER_FILES[0]}); tokenizer=FOLDER takes it from elsewhere")
     try:
         return _load(AutoTokenizer, name, "tokenizer")
     except ModelError as error:
-        raise DataError(f"{error}; --tokenizer FOLDER takes it from elsewhere") from error
+        raise DataError(f"{error}; tokenizer=FOLDER takes it from elsewhere") from error
 
 
 def kind_of(model: nn.Module) -> str:
@@ -143,25 +144,14 @@ def _named(config: Any) -> Any:
     return None
 
 
-def _is_path(name: str) -> bool:
-    """Hub ids are "name" or "owner/name", and never begin like a path."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
-
-
 def _check_folder(name: str) -> None:
-    if not _is_path(name):
-        return
-    folder = Path(name)
-    if not folder.is_dir():
-        raise ModelError(
-            f"there is no folder {name}; hf: takes a folder for from_pretrained, or a hub id like owner/name"
-        )
-    if not (folder / "config.json").is_file():
+    hub.require_known(name)
+    if hub.is_path(name) and not (Path(name) / "config.json").is_file():
         raise ModelError(f"{name} has no config.json, so it is no folder for transformers' from_pretrained")
 
 
 def _has_weights(name: str) -> bool:
-    return not _is_path(name) or any(Path(name).glob("*.safetensors"))
+    return not hub.is_path(name) or any(Path(name).glob("*.safetensors"))
 
 
 def _check_weights(name: str) -> None:
@@ -182,8 +172,11 @@ def _convert(name: str) -> str:
 
 def _load(auto: Any, name: str, what: str, **kwargs: Any) -> Any:
     """from_pretrained, from local files first, then (for a hub id) from the hub."""
-    places = (True,) if _is_path(name) else (True, False)
+    places = (True,) if hub.is_path(name) else (True, False)
+    problem: Exception = ConnectionError("offline")
     for local in places:
+        if not local and not hub.reachable(hub.endpoint()):
+            break  # the hub's client would try six times
         try:
             with quiet():
                 return auto.from_pretrained(name, local_files_only=local, trust_remote_code=False, **kwargs)
@@ -198,8 +191,8 @@ def _reason(name: str, what: str, error: Exception) -> str:
         return f"{name} brings its own code, which is not run; only classes of transformers itself are loaded"
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
         return f"transformers {transformers.__version__} does not know the architecture of {name}: {text[:200]}"
-    if "connect" in text or "offline" in text.lower():
-        return f"there is no folder {name} here, no copy of a hub model of that name, and the hub cannot be reached"
+    if not hub.is_path(name) and not hub.reachable(hub.endpoint()):
+        return str(hub.missing(name))
     if what == "weights" and "safetensors" in text:
         return f"{name} has no weights as safetensors: {_convert(name)}"
     return f"the {what} of {name} cannot be loaded: {text[:300]}"

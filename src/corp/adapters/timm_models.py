@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,45 @@ from safetensors.torch import load_file
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
+from corp.adapters import hub
+from corp.adapters.near_names import near
 from corp.errors import DataError, ModelError
 
 
 def create(name: str, weights: str | Path | None = None, *, pretrained: bool = False) -> nn.Module:
     """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random."""
-    if not timm.is_model(name.partition(".")[0]):
-        near = difflib.get_close_matches(name, timm.list_models(), n=4, cutoff=0.5)
-        hint = f"; did you mean {', '.join(near)}?" if near else "; see timm.list_models()"
-        raise ModelError(f"timm has no model called {name!r}{hint}")
+    require_known(name)
+    if pretrained and weights is None:
+        _require_weights(name)
     try:
         model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None)
     except Exception as error:  # hub, network or tag trouble: timm raises many kinds
         reason = str(error).rstrip(". ")
-        raise ModelError(f"timm cannot make {name!r}: {reason}. Pass the weights as a file with --weights") from error
+        raise ModelError(f"timm cannot make {name!r}: {reason}. Pass the weights as a file: weights=FILE") from error
     if weights is not None:
-        load_weights(model, Path(weights))
+        load_weights(model, Path(weights), name)
     return model.eval()
+
+
+def require_known(name: str) -> None:
+    """Refuse a name that timm does not know, and suggest those that are near."""
+    if not timm.is_model(name.partition(".")[0]):
+        names = near(name.partition(".")[0], timm.list_models())
+        hint = f"did you mean {', '.join(names)}?" if names else "timm.list_models() lists all"
+        raise ModelError(f"timm has no model called {name!r}, and there is no folder of that name; {hint}")
+
+
+def _require_weights(name: str) -> None:
+    """Refuse pretrained weights that are neither on this machine nor within reach, before timm tries for a minute."""
+    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    place = getattr(config, "hf_hub_id", None)
+    if place is None or hub.cached(place):
+        return
+    if not hub.reachable(hub.endpoint()):
+        raise ModelError(
+            f"the pretrained weights of {name} are not on this machine, and {hub.endpoint()} cannot be reached; "
+            "pass the weights as a file: weights=FILE"
+        )
 
 
 def from_folder(folder: Path) -> nn.Module:
@@ -43,10 +65,10 @@ def from_folder(folder: Path) -> nn.Module:
     return model.eval()
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, name: str = "") -> None:
     """Load a .safetensors file or a .pth (weights only, nothing is executed) that fits the architecture exactly.
 
-    The model takes the dtype of the file, where that has one.
+    The model takes the dtype of the file, if all its tensors have the same. `name` is the model's, for the message.
     """
     state = read_state(path)
     expected = model.state_dict()
@@ -58,11 +80,23 @@ def load_weights(model: nn.Module, path: Path) -> None:
             for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", wrong))
             if names
         ]
-        raise ModelError(f"{path} does not fit {type(model).__name__}; tensors {'; '.join(details)}")
+        fitting = _fitting(state, name)
+        remedy = f"it fits {fitting}: give that name" if fitting else "give the model that it was saved from"
+        raise ModelError(f"{path} does not fit {name or type(model).__name__}; {remedy}. Tensors {'; '.join(details)}")
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
     model.load_state_dict(state)
+
+
+def _fitting(state: dict[str, Tensor], name: str) -> str | None:
+    """A model of the same family whose tensors have these names and shapes."""
+    shapes = {key: tensor.shape for key, tensor in state.items()}
+    for other in timm.list_models(f"{name.partition('_')[0]}_*") if name else []:
+        with torch.device("meta"), suppress(Exception):  # some cannot be built this way: they are not suggested
+            if {key: tensor.shape for key, tensor in timm.create_model(other).state_dict().items()} == shapes:
+                return str(other)
+    return None
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

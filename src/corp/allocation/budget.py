@@ -80,7 +80,8 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
     if not fits(high):
         raise PlanError(
             f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
-            f"{narrowest(sites, recipe, budget):.3f} of the dense {budget.what}; raise it, or skip and bound less"
+            f"{narrowest(sites, recipe, budget):.3f} of the dense {budget.what}, which is the least that can be met; "
+            "raise the target, or skip and override less"
         )
     if fits(low):
         return _equal(recipe, 0.0)

@@ -5,6 +5,7 @@ Nothing is trained, and models are tried as they are before the refit, which cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -44,6 +45,14 @@ def samples_needed(recipe: Recipe) -> int:
     return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
 
 
+def most_trials(recipe: Recipe) -> int:
+    """How many models a search makes at the most."""
+    if recipe.min_agreement is not None:
+        return STEPS + 1
+    steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
+    return 4 + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+
+
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
     """The allocator's recipe with what was left open found, and the widths, by trials on held-out batches."""
     recipe, observer = allocator.recipe, allocator.observer
@@ -52,7 +61,7 @@ def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = 
     scarce = bool(held) and _doubtful(recipe) and _scarce(allocator)
     if not held or not (recipe.searches or scarce):  # a single batch: the rules decide, as in corp.plan
         return recipe, allocator.allocate(recipe)
-    with observer.stage("trying widths", None, "models") as advance:
+    with observer.stage("trying widths", most_trials(recipe), "models") as advance:
         try:
             reference = Reference(allocator.model, held, forward)
         except ModelError as error:

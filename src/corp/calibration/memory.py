@@ -65,7 +65,7 @@ def passes(sites: Sequence[Site | OutputHead], samples: int | None, budget: int)
     if least > budget:
         raise StatisticsError(
             f"calibration needs at least {human(least)} for its largest site, {human(budget)} are allowed; "
-            f"give it --memory {human(least)} or leave large sites out"
+            f"give it memory={human(least)} or leave large sites out"
         )
     groups: list[list[Site | OutputHead]] = [[]]
     used = working

@@ -15,12 +15,13 @@ from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
 from corp.errors import StatisticsError
 from corp.files import file_in, new_folder, read_json, write_text
+from corp.tables import Tabular
 
 FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 4, "statistics.json"
 
 
-@dataclass
-class Statistics:
+@dataclass(repr=False)
+class Statistics(Tabular):
     """Sums by site name (in memory, or read from a folder one at a time). Two of them add.
 
     `samples`   how many samples of the data were seen
@@ -34,6 +35,11 @@ class Statistics:
     weights: str = ""
     inputs: Any = None
     origin: dict[str, Any] = field(default_factory=dict)
+
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, str]]]:
+        """Where they came from; the sums are not read."""
+        rows = [(str(key), str(value)) for key, value in self.origin.items()]
+        return f"statistics of {self.samples} samples at {len(self.sums)} sites", ("origin", ""), rows
 
     def moments_of(self, name: str) -> SiteSums[Moments]:
         return _of_kind(Moments, self.sums, name)

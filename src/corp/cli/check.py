@@ -2,66 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from corp.cli import options as o
+from corp.cli import arguments as a
 from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.sources import calibration_batches
+from corp.cli.expand import expanded
 from corp.errors import ModelError
-from corp.evaluate import check as checking
-from corp.storage import folder as storage
+
+if TYPE_CHECKING:
+    from corp.evaluate.check import Checked
 
 
 @command
+@expanded(first=("calib", "samples", "model", "weights"), without=("dtype",))
 def check(
-    folder: Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.", show_default=False)],
-    calib: o.Calib,
-    dense: Annotated[
-        str | None, typer.Option(help="The dense model.", show_default="the one on record in the folder")
+    folder: a.PrunedFolder,
+    source: a.Source,
+    model: Annotated[
+        str | None, a.option("The dense model.", a.DATA, "--dense", show_default="the one on record in the folder")
     ] = None,
-    weights: o.Weights = None,
-    samples: Annotated[int, typer.Option(help="How many images or sequences to feed, drawn by --seed.", min=1)] = 32,
-    batch_size: o.MaybeBatchSize = None,
-    text_field: o.TextField = "text",
-    seq_len: o.SeqLen = None,
-    pack: o.Pack = None,
-    tokenizer: o.Tokenizer = None,
-    device: o.Device = "auto",
-    seed: o.Seed = 0,
-    max_bad: o.MaxBad = 0.05,
-    json: o.Json = False,
+    samples: Annotated[int, a.option("How many images or sequences to feed, drawn by --seed.", a.DATA, min=1)] = 32,
+    json: a.Json = False,
 ) -> None:
     """Feed every pruned MLP and attention of FOLDER what the dense model feeds it, and compare with what must come out.
 
-    The expected errors follow from the saved weights and from sums over the same data; the measured ones from running
-    the narrowed modules. A disagreement is an error.
+    The expected errors follow from the saved weights and from sums over the same data; the measured ones come from
+    running the narrowed modules. A disagreement is an error.
     """
+    from corp.cli import inputs
+    from corp.evaluate import check as checking
+    from corp.storage import folder as storage
+
+    inputs.require_data(source)
     manifest = storage.read_manifest(folder)
-    known = (manifest.get("calibration") or {}).get("model")
-    name = dense or known
+    name = model or (manifest.get("calibration") or {}).get("model")
     if not isinstance(name, str):
         raise ModelError(f"{folder} does not say which model was pruned; give it with --dense")
     pruned = storage.load(folder)
     dtype = str(next(pruned.parameters()).dtype).removeprefix("torch.")
-    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
-    source = o.Source(name, weights, calib, samples, batch_size, device, dtype, seed, max_bad, text)
-    original = o.place(o.load_model(name, weights), device, dtype)
+    original = inputs.opened(dense := replace(source, model=name, dtype=dtype))  # type: ignore[arg-type]
     pruned = pruned.to(next(original.parameters()).device)
     plan = storage.read_plans(folder, manifest)[-1]
-    batches = list(islice(calibration_batches(original, source), samples))
+    batches = list(islice(inputs.batches_of(original, dense), samples))
     with progress("feeding", len(plan.sites), "sites", quiet=json) as advance:
         checked = checking.check(original, pruned, plan, batches, progress=advance)
     if json:
         show_json({"folder": str(folder), "sites": [one.to_dict() for one in checked]})
     else:
-        rows = [
-            (c.finding.site, c.finding.kind, f"{c.planned:.3%}", f"{c.expected:.3%}", f"{c.measured:.3%}")
-            for c in checked
-        ]
-        show_table(f"{folder}: errors of sites", ("site", "kind", "planned", "expected here", "measured"), rows)
+        columns = ("site", "kind", "planned", "expected here", "measured")
+        show_table(f"{folder}: errors of sites", columns, [_row(one) for one in checked])
     checking.require_equal(checked)
     note(f"{len(checked)} sites do what their weights say")
+
+
+def _row(one: Checked) -> tuple[str, ...]:
+    errors = (f"{error:.3%}" for error in (one.planned, one.expected, one.measured))
+    return one.finding.site, one.finding.kind, *errors

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
+import re
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec
@@ -20,12 +23,29 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
+from corp.cli.recipes import flag
 from corp.errors import CorpError, CorpWarning
 from corp.observer import Advance, Bars, Observer
+from corp.recipe import Recipe
 
 P = ParamSpec("P")
 INTERNAL = 70  # the exit code of a defect, as in sysexits.h
-_INTERRUPTED = "interrupted; no output was written (corp calibrate goes on where it was when started again)"
+# What an interrupted command leaves behind, and how to go on.
+_KEPT = {
+    "calibrate": "what was collected up to the last checkpoint is kept; start the same command again to go on",
+    "sweep": "with -o, finished cases are kept; start the same command again to go on",
+    "prune": "no output was written; `corp calibrate -o STATS` and then `--stats STATS` keeps the pass over the data",
+}
+_NOTHING = "no output was written; start the command again"
+# Python arguments that are no fields of the recipe, and what the command line calls them.
+_ARGUMENTS = {
+    "tokens": "--sample-tokens", "field": "--text-field", "seq_len": "--seq-len", "batch_size": "--batch-size",
+    "max_bad": "--max-bad", "checkpoint_seconds": "--checkpoint-every",
+    **{name: f"--{name}" for name in (
+        "weights", "tokenizer", "samples", "memory", "offload", "device", "dtype", "seed", "overwrite", "profile",
+        "fresh", "to",
+    )},
+}  # fmt: skip
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
 out = Terminal()
 err = Terminal(stderr=True)
@@ -33,21 +53,21 @@ _stopped: list[int] = []  # the signals that came
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Errors become one message and an exit code; warnings one line each; nobody sees a traceback."""
+    """Turn a function into a command: an error is one message and an exit code, a warning is one line."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", CorpWarning)
-        with told():
+        with told(_KEPT.get(function.__name__, _NOTHING)):
             function(*args, **kwargs)
 
     return wrapped
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Whatever ends a command is told in one line, with an exit code."""
+def told(kept: str = _NOTHING) -> Iterator[None]:
+    """Tell whatever ends a command in one line, with an exit code; `kept` is what an interrupted one leaves."""
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -55,17 +75,17 @@ def told() -> Iterator[None]:
     except BrokenPipeError:  # the reader of our output went away (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        _fail(_INTERRUPTED, 130)
+        _fail(f"interrupted; {kept}", 130)
     except Exception as error:
         if _stopped:  # libraries turn what a signal raises inside them into errors of their own
-            _fail(_INTERRUPTED, 128 + _stopped[0])
+            _fail(f"interrupted; {kept}", 128 + _stopped[0])
         if os.environ.get("CORP_DEBUG"):
             raise
         _fail(*_explained(error))
 
 
 def heed_signals() -> None:
-    """Ctrl-C and a polite kill unwind the command, so that half-written folders are removed on the way out."""
+    """Let Ctrl-C and SIGTERM unwind the command, so that half-written folders are removed on the way out."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         _stopped.append(number)
@@ -95,10 +115,12 @@ def ignore_signals() -> None:
 
 
 def _explained(error: Exception) -> tuple[str, int]:
-    """A message and an exit code."""
+    """The message and the exit code of an error."""
     text = str(error)
+    if "No space left" in text or "os error 28" in text or getattr(error, "errno", None) == errno.ENOSPC:
+        return f"the disk is full: {text}. Free some space, or write elsewhere with -o; nothing was left behind", 1
     if isinstance(error, CorpError):
-        return text, 1
+        return in_flags(text), 1
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install 'corp-prune[all]'", 1
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):  # of torch, a RuntimeError
@@ -114,6 +136,27 @@ def _explained(error: Exception) -> tuple[str, int]:
     )
 
 
+def in_flags(text: str) -> str:
+    """The text with Python arguments, such as target_macs=0.5, spelled as options of the command line."""
+    flags = {f.name: flag(f.name) for f in fields(Recipe)} | _ARGUMENTS
+    text = text.replace("pass out=...", "run corp calibrate -o STATS, then give --stats STATS")
+    text = re.sub(r"\bcorp\.(prune|plan|calibrate)\b(\([^)]*\))?", r"corp \1", text)
+    values = r"\[[^\]]*\]|'[^']*'|[^\s,;:)]+"
+    given = rf"(?<![^\s(])({'|'.join(flags)})=({values})"
+    text = re.sub(given, lambda found: _with_value(flags[found[1]], found[2]), text)
+    bare = "|".join(name for name in flags if "_" in name)
+    return re.sub(rf"(?<![\w.'-])({bare}|overrides)\b", lambda found: flags[found[1]], text)
+
+
+def _with_value(option: str, value: str) -> str:
+    """An option and its value as they are typed; True and False are switches."""
+    if option == "--intercept" and value in ("True", "False"):
+        return f"{option} {'yes' if value == 'True' else 'no'}"
+    if value in ("True", "False"):
+        return option if value == "True" else option.replace("--", "--no-", 1)
+    return f"{option} {value.strip('[]').replace(chr(39), '')}"
+
+
 def _fail(message: str, code: int) -> NoReturn:
     err.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
     raise typer.Exit(code)
@@ -121,16 +164,16 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, CorpWarning):
-        err.print(Text.assemble(("warning: ", "bold yellow"), printable(str(message))), soft_wrap=True)
+        err.print(Text.assemble(("warning: ", "bold yellow"), printable(in_flags(str(message)))), soft_wrap=True)
 
 
 def printable(text: str) -> str:
-    """Names may come from anybody's files: what would command the terminal, or cannot be encoded, is spelled out."""
+    """The text with control characters spelled out: names come from anybody's files, and could command the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def note(message: str) -> None:
-    """One line to people, beside the output proper."""
+    """Print one line for people, on stderr."""
     err.print(Text(printable(message), style="dim"), soft_wrap=True)
 
 
@@ -148,17 +191,17 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 class Console(Bars):
-    """What a run tells people at a terminal."""
+    """Shows a run at a terminal: bars, and notes in the spelling of the command line."""
 
     def __init__(self) -> None:
         super().__init__(err)
 
     def note(self, message: str) -> None:
-        note(message)
+        note(in_flags(message))
 
 
 @contextmanager
 def progress(what: str, total: int | None, unit: str, *, quiet: bool = False) -> Iterator[Advance]:
-    """A bar with rate and time left on a terminal; silent elsewhere."""
+    """Show a bar with rate and time left on a terminal; without a total, the time that has passed."""
     with (Observer() if quiet else Console()).stage(what, total, unit) as advance:
         yield advance

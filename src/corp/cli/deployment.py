@@ -1,66 +1,69 @@
-"""The options of deployment data: a second sample, of what the model will see, against which a plan is held."""
+"""Deployment data: a second sample, of what the model will see in use, with which a plan is compared."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import typer
 from torch import nn
 
 from corp.calibration.job import Settings
 from corp.calibration.statistics import Statistics
-from corp.cli.console import progress, show_table
-from corp.cli.options import Source, calibrated
+from corp.cli.arguments import Deployment, Source
+from corp.cli.console import Console, progress, show_table
+from corp.cli.inputs import calibrated
 from corp.errors import CorpWarning, DataError
 from corp.evaluate.shift import measure_shift
 from corp.evaluate.shift_result import COLUMNS, Shift
 from corp.planning.plan import Plan
 
-DeployData = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Unlabelled data as the model will see it: report per site how it differs from --calib, and what of it."
-    ),
-]
-MixDeploy = Annotated[
-    bool, typer.Option("--mix-deploy", help="Calibrate on --calib and --deploy-data together, and report what is left.")
-]
 
-
-def check(data: list[Path] | None, mix: bool) -> None:
-    """Before the model is loaded and calibration begins."""
-    if mix and not data:
+def require_given(options: Deployment) -> None:
+    """Refuse missing deployment data before the model is loaded."""
+    if options.mix_deploy and not options.deploy_data:
         raise DataError("--mix-deploy mixes --deploy-data in; give it")
-    if missing := [path for path in data or [] if not path.exists()]:
-        raise DataError(f"--deploy-data {missing[0]} is not there")
+    if missing := [path for path in options.deploy_data if not path.exists()]:
+        raise DataError(f"--deploy-data {missing[0]} does not exist")
 
 
-def statistics(source: Source, data: list[Path] | None, model: nn.Module, settings: Settings) -> Statistics | None:
-    """Of the deployment data, as much of it as of the calibration data."""
-    if not data:
-        return None
-    there = replace(source, calib=data)
-    return calibrated(there, settings=settings, model=model)[1]
+@dataclass
+class Comparison(Console):
+    """Shows a run, collects the statistics of its deployment data, and mixes them in if --mix-deploy is given."""
+
+    source: Source
+    dense: nn.Module
+    deployment: Deployment
+    settings: Settings
+    stats: Statistics = field(default_factory=Statistics)
+    seen: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def calibrated(self, stats: Statistics) -> Statistics:
+        self.stats = stats
+        if self.deployment.deploy_data:
+            there = replace(self.source, calib=self.deployment.deploy_data)
+            self.seen = calibrated(there, settings=self.settings, model=self.dense)[1]
+            self.stats = stats + self.seen if self.deployment.mix_deploy else stats
+        return self.stats
+
+    def measured(self, plan: Plan) -> Shift | None:
+        """The shift between the two samples, with a warning where it matters; None without deployment data."""
+        if self.seen is None:
+            return None
+        with progress("comparing with deployment", len(plan.sites), "sites") as advance:
+            shift = measure_shift(self.dense, self.stats, self.seen, plan, progress=advance)
+        if (message := shift.warning()) is not None:
+            warnings.warn(message, CorpWarning, stacklevel=2)
+        return shift
 
 
-def measured(model: nn.Module, stats: Statistics, deployment: Statistics | None, plan: Plan) -> Shift | None:
-    """The shift, and a warning where it matters."""
-    if deployment is None:
-        return None
-    with progress("comparing with deployment", len(plan.sites), "sites") as advance:
-        shift = measure_shift(model, stats, deployment, plan, progress=advance)
-    if (message := shift.warning()) is not None:
-        warnings.warn(message, CorpWarning, stacklevel=2)
-    return shift
-
-
-def show(shift: Shift | None) -> None:
+def show_shift(shift: Shift | None) -> None:
     if shift is not None:
         show_table("calibration against deployment", COLUMNS, [site.row() for site in shift.sites])
 
 
-def content(shift: Shift | None) -> dict[str, Any]:
+def content_of(shift: Shift | None) -> dict[str, Any]:
     return {} if shift is None else {"shift": shift.to_dict()}

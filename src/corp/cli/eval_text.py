@@ -13,9 +13,10 @@ from torch import nn
 
 from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
+from corp.cli.arguments import TextOptions
 from corp.cli.console import note, progress, show_table
 from corp.cli.rows import Row, known_of
-from corp.cli.sources import TextOptions, sequence_length, sequences_per_batch
+from corp.cli.sources import sequence_length, sequences_per_batch
 from corp.errors import DataError
 from corp.evaluate.language import NextTokens
 from corp.evaluate.run import judged

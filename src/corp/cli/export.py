@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from corp.cli import options as o
-from corp.cli.console import command, note, show_json, show_table
-from corp.storage import folder as storage
+from corp.cli import arguments as a
+from corp.cli.console import command, note, progress, show_json, show_table
 
 
 @command
 def export(
-    folder: Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
+    folder: a.PrunedFolder,
+    out: a.OutFolder,
     to: Annotated[
         str | None,
-        typer.Option(
-            help="timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format.",
+        a.option(
+            "timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format.",
+            a.OUTPUT,
             show_default="the model's own library",
+            autocompletion=lambda: ["timm", "hf", "onnx", "pt2"],
         ),
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(
-            help="Of timm and hf. standard: narrower MLPs in the config, the rest padded with zeros. "
+        a.option(
+            "For timm and hf. standard: narrower MLPs in the config, the rest padded with zeros. "
             "compat: everything padded to the dense shapes.",
+            a.OUTPUT,
             show_default="standard",
+            autocompletion=lambda: ["standard", "compat"],
         ),
     ] = None,
-    overwrite: o.Overwrite = False,
-    json: o.Json = False,
+    overwrite: a.Overwrite = False,
+    json: a.Json = False,
 ) -> None:
     """Write a pruned model so that it loads without corp, and check that it computes the same."""
-    made = storage.export(
-        folder, out, to=to, profile=profile, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]])
-    )
+    from corp.cli.inputs import require_output
+    from corp.storage import folder as storage
+
+    require_output(out, overwrite=overwrite)
+    line = shlex.join(["corp", *sys.argv[1:]])
+    with progress(f"exporting {folder}", None, "", quiet=json):
+        made = storage.export(folder, out, to=to, profile=profile, overwrite=overwrite, command=line)
     if made.difference is None:
         note(f"not compared with the pruned model: {made.library} is not installed (pip install 'corp-prune[onnx]')")
     if json:

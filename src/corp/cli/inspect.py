@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from corp.adapters.registry import find_sites
-from corp.cli import options as o
-from corp.cli.console import command, note, show_json, show_table
-from corp.measure.cost import count_params
-from corp.sites import Site, heads_of
-from corp.surgery.apply import history
+from corp.cli import arguments as a
+from corp.cli.console import command, note, progress, show_json, show_table
+
+if TYPE_CHECKING:
+    from corp.sites import Site
 
 
 @command
-def inspect(model: o.ModelArg, weights: o.Weights = None, json: o.Json = False) -> None:
+def inspect(model: a.Model, weights: a.Weights = None, json: a.Json = False) -> None:
     """Show what can be pruned in MODEL, what cannot and why, or what was done to a saved folder."""
-    loaded = o.load_model(model, weights, pretrained=False)
+    a.require_model(model)
+    from corp.adapters.registry import find_sites
+    from corp.cli.models import load_model
+    from corp.measure.cost import count_params
+    from corp.surgery.apply import history
+
+    with progress(f"loading {model}", None, "", quiet=json):
+        loaded = load_model(model, weights, pretrained=False)
     sites = find_sites(loaded)
     before = {site.name: site.width for plan in reversed(history(loaded)) for site in plan.sites}
     if json:
@@ -33,5 +39,7 @@ def inspect(model: o.ModelArg, weights: o.Weights = None, json: o.Json = False) 
 
 
 def _row(site: Site, before: dict[str, int]) -> tuple[str, str, str, str]:
+    from corp.sites import heads_of
+
     heads = f"{count} x " if (count := heads_of(site)) else ""
     return site.name, site.kind, f"{heads}{site.width}", f"{heads}{before.get(site.name, site.width)}"

@@ -1,48 +1,147 @@
-"""The `corp` command."""
+"""The `corp` command: a table of its commands, whose modules are imported when they are chosen."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from corp import __version__
-from corp.cli.analyze import analyze
-from corp.cli.bench import bench
-from corp.cli.calibrate import calibrate
-from corp.cli.check import check
 from corp.cli.console import heed_signals, ignore_signals, told
-from corp.cli.demo import demo
-from corp.cli.eval import evaluate
-from corp.cli.export import export
-from corp.cli.inspect import inspect
-from corp.cli.merge import merge
-from corp.cli.plan import plan
-from corp.cli.prune import prune
-from corp.cli.report import report
-from corp.cli.sweep import sweep
+
+
+class Entry(NamedTuple):
+    """One command: where its function is, what it does in one line, and how people call it."""
+
+    place: str  # module:function below corp.cli
+    summary: str
+    examples: tuple[str, ...]
+
+
+COMMANDS = {
+    "prune": Entry(
+        "prune:prune",
+        "Make a smaller model: calibrate on unlabelled images or texts, remove, compensate, save.",
+        (
+            "corp prune deit_tiny_patch16_224 --calib photos/ --target-macs 0.6 -o small/",
+            "corp prune hf:opt-125m/ --calib texts.jsonl --mlp 0.3 -o small/",
+            "corp prune deit_tiny_patch16_224 --stats stats/ --sparsity 0.5 --preset paper -o small/",
+        ),
+    ),
+    "plan": Entry(
+        "plan:plan",
+        "Show what pruning would keep and cost, site by site, without changing anything.",
+        (
+            "corp plan deit_tiny_patch16_224 --stats stats/ --target-macs 0.6",
+            "corp plan deit_tiny_patch16_224 --calib photos/ --sparsity 0.5 -o plan.json",
+        ),
+    ),
+    "calibrate": Entry(
+        "calibrate:calibrate",
+        "Collect the statistics that plan, prune, sweep and analyze need, once.",
+        (
+            "corp calibrate deit_tiny_patch16_224 --calib photos/ -o stats/",
+            "corp calibrate hf:opt-125m/ --calib texts.jsonl --samples 256 --memory 4GB -o stats/",
+        ),
+    ),
+    "merge": Entry(
+        "merge:merge",
+        "Add the statistics of several folders into one.",
+        ("corp merge stats-1/ stats-2/ -o stats/",),
+    ),
+    "sweep": Entry(
+        "sweep:sweep",
+        "Try many recipes from one calibration, and measure each.",
+        ("corp sweep deit_tiny_patch16_224 --calib photos/ --data labelled/ --sparsity 0.1:0.7:0.1 -o sweep/",),
+    ),
+    "eval": Entry(
+        "eval:evaluate",
+        "Measure models on the same data: accuracy, perplexity, closeness to the dense model.",
+        (
+            "corp eval small/ --dense deit_tiny_patch16_224 --data labelled/",
+            "corp eval hf:opt-125m/ small/ --data test.txt",
+        ),
+    ),
+    "analyze": Entry(
+        "analyze:analyze",
+        "Show how redundant every layer is.",
+        ("corp analyze deit_tiny_patch16_224 --calib photos/ -o redundancy/",),
+    ),
+    "bench": Entry(
+        "bench:bench",
+        "Time models against the first of them, or a pruned folder against its dense model.",
+        ("corp bench small/", "corp bench deit_tiny_patch16_224 small/ --batch 8 --threads 1"),
+    ),
+    "export": Entry(
+        "export:export",
+        "Write a pruned model so that it loads without corp: timm, transformers, ONNX or PT2.",
+        ("corp export small/ -o timm-model/", "corp export small/ --to onnx -o onnx-model/"),
+    ),
+    "inspect": Entry(
+        "inspect:inspect",
+        "Show what can be pruned in a model, what cannot and why, or what was done to a saved folder.",
+        ("corp inspect deit_tiny_patch16_224", "corp inspect small/ --json"),
+    ),
+    "check": Entry(
+        "check:check",
+        "Check on data of yours that a pruned folder computes what its plan says.",
+        ("corp check small/ --calib photos/",),
+    ),
+    "report": Entry(
+        "report:report",
+        "Write one self-contained HTML page about runs: what was removed, what it cost, how to repeat it.",
+        ("corp report small/ sweep/ -o report.html",),
+    ),
+    "demo": Entry(
+        "demo:demo",
+        "Prune a built-in model at several sparsities; no download, about twenty seconds.",
+        ("corp demo",),
+    ),
+}
+
+
+def load_command(name: str) -> Any:
+    """The click command of a row of the table, with its module imported."""
+    entry = COMMANDS[name]
+    module, _, function = entry.place.partition(":")
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    examples = "Examples:\n\n" + "\n".join(f"  {line}" for line in entry.examples)
+    alone.command(name, epilog=examples)(getattr(import_module(f"corp.cli.{module}"), function))
+    return typer.main.get_command(alone)
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its commands without importing them, and imports the one that is chosen."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load_command(args[0])
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="corp",
+    cls=LazyGroup,
     help="Make pretrained Transformers smaller and faster, in closed form, without training.",
+    epilog="Every command has examples: corp prune --help",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(prune)
-app.command()(plan)
-app.command()(calibrate)
-app.command()(merge)
-app.command()(sweep)
-app.command("eval")(evaluate)
-app.command()(analyze)
-app.command()(bench)
-app.command()(export)
-app.command()(inspect)
-app.command()(check)
-app.command()(report)
-app.command()(demo)
+
+
+def _listed(name: str, summary: str) -> None:
+    """Put a command into the list of `corp --help`; what it does is in its own module."""
+
+    @app.command(name, help=summary)
+    def unloaded() -> None:
+        raise AssertionError(f"{name} was called before it was loaded")
+
+
+for _name, _entry in COMMANDS.items():
+    _listed(_name, _entry.summary)
 
 
 def _version(wanted: bool) -> None:

@@ -7,20 +7,23 @@ from typing import Annotated
 
 import typer
 
-from corp.calibration import statistics
-from corp.cli.console import command, note
+from corp.cli import arguments as a
+from corp.cli.console import command, note, progress
 from corp.errors import StatisticsError
-from corp.files import refuse_existing
 
 
 @command
 def merge(
     parts: Annotated[list[Path], typer.Argument(help="Folders of statistics of the same model.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
+    out: a.OutFolder,
 ) -> None:
     """Add the statistics of several folders into one."""
-    refuse_existing(out, overwrite=False)
+    from corp.calibration import statistics
+    from corp.cli.inputs import require_output
+
+    require_output(out, overwrite=False)
     if len(parts) < 2:
-        raise StatisticsError("merging takes at least two folders of statistics")
-    whole = statistics.merge(parts, out)
-    note(f"statistics of {whole.samples} samples at {len(whole.sums)} sites in {out}")
+        raise StatisticsError("merging takes at least two folders of statistics: corp merge ONE TWO -o OUT")
+    with progress(f"merging {len(parts)} folders", None, ""):
+        whole = statistics.merge(parts, out)
+    note(f"statistics of {whole.samples} samples at {len(whole.sums)} sites are in {out}")

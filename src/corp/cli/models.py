@@ -23,7 +23,7 @@ _checkpoint_dtype: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary
 
 
 def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
-    """hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
+    """The model that a name means: hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
     where = _hf_place(name)
     if weights is not None and (where or Path(name).is_dir()):
         raise ModelError(f"{name} comes with its own weights; --weights cannot go with it")
@@ -38,13 +38,14 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> n
     if Path(name).is_dir():
         return timm_models.from_folder(Path(name))
 
+    timm_models.require_known(name)
     if weights is None and pretrained:
-        note(f"{name}: taking timm's pretrained weights (--weights FILE uses a file of yours)")
+        note(f"{name}: taking timm's pretrained weights (--weights FILE takes them from a file)")
     return timm_models.create(name, weights, pretrained=pretrained)
 
 
 def _hf_place(name: str) -> str | None:
-    """What transformers loads, if it is its: after hf:, or a folder that is plainly not corp's own."""
+    """The folder or hub id that transformers loads, if it is one: after hf:, or a folder that corp did not write."""
     if name.startswith(HF):
         where = name.removeprefix(HF)
         if not where:
@@ -56,7 +57,7 @@ def _hf_place(name: str) -> str | None:
 
 
 def _timm_export(folder: Path) -> bool:
-    """A folder that timm's local-dir: loads: its config names an architecture where transformers' has a model_type."""
+    """Whether timm's local-dir: loads the folder: its config has an architecture, transformers' a model_type."""
     if not (folder / "config.json").is_file():
         return False
     config = read_json(folder / "config.json")
@@ -64,7 +65,7 @@ def _timm_export(folder: Path) -> bool:
 
 
 def kind_of(model: nn.Module) -> str:
-    """CAUSAL, ENCODER, IMAGE or OTHER; models that are not of transformers take images."""
+    """The kind of a model, CAUSAL, ENCODER, IMAGE or OTHER; models from outside transformers take images."""
     if not _of_transformers(model):
         return IMAGE
     from corp.adapters import hf_models
@@ -73,7 +74,7 @@ def kind_of(model: nn.Module) -> str:
 
 
 def classes_of(model: nn.Module) -> int | None:
-    """How many classes an image model tells apart: 0 for a backbone, None where it does not say."""
+    """How many classes an image model tells apart: 0 for a backbone, None if that is unknown."""
     if _of_transformers(model):
         from corp.adapters import hf_models
 
@@ -96,7 +97,7 @@ def tokenizer_of(name: str, given: str | None) -> Any:
 
 
 def preprocessing_of(name: str, model: nn.Module) -> Callable[..., Any]:
-    """The transform of images that the model wants."""
+    """The image preprocessing that belongs to the model."""
     if not _of_transformers(model):
         from corp.adapters import timm_models
 
@@ -107,13 +108,13 @@ def preprocessing_of(name: str, model: nn.Module) -> Callable[..., Any]:
 
 
 def companion_places(name: str, model: nn.Module, tokenizer: str | None) -> list[str]:
-    """Where a model's tokenizer or image preprocessing may be, first what was given."""
+    """Where a model's tokenizer or image preprocessing may be, beginning with what was given."""
     given = [] if tokenizer is None or kind_of(model) == IMAGE else [tokenizer]
     return [*given, name, *([origin] if (origin := _origin(Path(name))) else [])]
 
 
 def lacking_companions(model: nn.Module, out: Path) -> str | None:
-    """What a pruned copy of the model, saved as `out`, has to do without, if anything."""
+    """A sentence on the files that a pruned copy of the model, saved in `out`, lacks; None if it lacks none."""
     if not _of_transformers(model):
         return None
     from corp.adapters import hf_models
@@ -141,7 +142,7 @@ def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
 
 
 def _origin(folder: Path) -> str:
-    """The model that a folder of corp's was made from, if it is one and says so."""
+    """The model that a pruned folder was made from, or nothing if that is not on record."""
     try:
         return str(storage.read_manifest(folder)["calibration"].get("model", ""))
     except (CorpError, KeyError, AttributeError):
@@ -155,7 +156,7 @@ def chosen_device(device: str) -> str:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """As model.to(dtype), less buffers that are computed, not saved: rotary frequencies lose too much in bfloat16."""
+    """Cast the model, except for buffers that are computed, not saved: rotary frequencies lose too much in bfloat16."""
     computed = {
         (module, name): buffer
         for module in model.modules()
@@ -171,7 +172,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
-    """A model that was pruned from one that --dtype widened, back in the dtype of its checkpoint.
+    """Cast a pruned model back to the dtype of its checkpoint, if --dtype widened the dense one.
 
     Pruning in float32 is more exact; weights that were bfloat16 before should not take twice the space after it.
     """
@@ -181,7 +182,7 @@ def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
 
 
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
-    """The model on the device, in the dtype; auto leaves it in its own."""
+    """Move the model to the device and cast it to the dtype; auto leaves it in its own."""
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(_DTYPES)}")
     device = chosen_device(device)

@@ -5,129 +5,112 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from torch import nn
-
-from corp import api
-from corp.api import TOTALS, Report
-from corp.calibration.job import Settings
-from corp.calibration.statistics import Statistics
-from corp.cli import deployment as d
-from corp.cli import eval_images, eval_text
-from corp.cli import options as o
-from corp.cli.console import Console, command, note, show_json, show_table
-from corp.cli.models import IMAGE, as_stored, companion_places, kind_of, lacking_companions
-from corp.cli.recipes import with_recipe
+from corp.cli import arguments as a
+from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.expand import expanded
 from corp.errors import DataError
-from corp.files import refuse_existing
-from corp.planning.plan import COLUMNS
 from corp.recipe import Recipe
-from corp.report.why import explained
-from corp.storage import folder as storage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from corp.api import Report, Result
 
 
 @command
-@with_recipe
+@expanded(first=a.FIRST)
 def prune(
-    model: o.ModelArg,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.")],
+    source: a.Source,
     recipe: Recipe,
-    calib: o.MaybeCalib = None,
-    stats: o.Stats = None,
-    weights: o.Weights = None,
-    samples: o.MaybeSamples = None,
-    tokens: o.Tokens = "auto",
-    text_field: o.TextField = "text",
-    seq_len: o.SeqLen = None,
-    pack: o.Pack = None,
-    tokenizer: o.Tokenizer = None,
-    memory: o.Memory = None,
-    batch_size: o.MaybeBatchSize = None,
-    device: o.Device = "auto",
-    dtype: o.Dtype = "auto",
-    seed: o.Seed = 0,
-    max_bad: o.MaxBad = 0.05,
-    deploy_data: d.DeployData = None,
-    mix_deploy: d.MixDeploy = False,
+    collection: a.Collection,
+    deployment: a.Deployment,
+    out: a.OutFolder,
+    stats: a.Stats = None,
     eval_data: Annotated[
         list[Path] | None,
-        typer.Option(help="Images or texts to measure on before and after: accuracy, perplexity, closeness."),
+        a.option(
+            "Images or texts to measure on before and after: accuracy, perplexity, closeness.",
+            a.OUTPUT,
+            show_default=False,
+        ),
     ] = None,
     eval_samples: Annotated[
-        int | None, typer.Option(help="How many samples of --eval-data, drawn by --seed.", min=1, show_default="all")
+        int | None,
+        a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
     ] = None,
-    overwrite: o.Overwrite = False,
-    json: o.Json = False,
+    overwrite: a.Overwrite = False,
+    json: a.Json = False,
 ) -> None:
     """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
-    refuse_existing(out, overwrite=overwrite)
+    a.require_model(source.model)
+    from corp import api
+    from corp.cli import inputs
+    from corp.cli.deployment import Comparison, content_of, require_given, show_shift
+    from corp.cli.models import as_stored
+
+    inputs.require_output(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
-        raise DataError(f"--eval-data {missing[0]} is not there")
+        raise DataError(f"--eval-data {missing[0]} does not exist")
     if recipe.sequential is True and stats is not None:
         raise DataError("--sequential reads the data itself: give --calib instead of --stats")
-    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
-    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
-    d.check(deploy_data, mix_deploy)
-    settings = o.make_settings(tokens, memory)
-    known = None if stats is None else o.read_statistics(source, stats)
-    dense = o.opened(source, recipe)
-    batches = None if known else o.batches_of(dense, source)
-    origin = None if known else o.origin_of(source, dense, batches)
-    watch = _Run(source, dense, deploy_data or [], mix_deploy, settings)
+    require_given(deployment)
+    settings = collection.settings()
+    known = None if stats is None else inputs.read_statistics(source, stats)
+    if known is None:
+        inputs.require_data(source)
+    dense = inputs.opened(source, recipe)
+    inputs.warn_of_little_space(out, dense)
+    batches = None if known else inputs.batches_of(dense, source)
+    data = f"the statistics in {stats}" if batches is None else inputs.amount(batches)
+    note(f"pruning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {data}")
+    origin = None if known else inputs.origin_of(source, dense, batches)
+    watch = Comparison(source, dense, deployment, settings)
     result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
-    o.tell_skipped(batches)
-    shift = d.measured(dense, watch.stats, watch.seen, result.plan)
+    inputs.tell_skipped(batches)
+    shift = watch.measured(result.plan)
     result = replace(result, model=as_stored(result.model, dense))
-    places = companion_places(model, dense, tokenizer)
-    line = shlex.join(["corp", *sys.argv[1:]])
-    storage.save(result, out, overwrite=overwrite, command=line, companions=places)
-    if lacking := lacking_companions(dense, out):
-        note(lacking)
+    _save(result, out, source, dense, overwrite=overwrite)
     if not json:
         show_report(result.report)
-        d.show(shift)
-        note(f"saved to {out}; load it with corp.load({str(out)!r})")
+        show_shift(shift)
     content: dict[str, Any] = {}
     show = None
     if eval_data:
-        content, show = before_and_after({model: dense, str(out): result.model}, eval_data, eval_samples, source)
+        loaded = {source.model: dense, str(out): result.model}
+        content, show = before_and_after(loaded, eval_data, eval_samples, source)
     if json:
         evaluation = {"evaluation": content} if content else {}
-        show_json({"output": str(out), **result.report.to_dict(), **d.content(shift), **evaluation})
+        show_json({"output": str(out), **result.report.to_dict(), **content_of(shift), **evaluation})
         return
     if show:
         show()
+    note(f"{gained(result.report)}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
-@dataclass
-class _Run(Console):
-    """Shows a run, and brings in the statistics of deployment data, mixed with those of --calib if that is asked."""
+def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, overwrite: bool) -> None:
+    """Save the result with the tokenizer or preprocessing that belongs to it; say so if there is none."""
+    from corp.cli.models import companion_places, lacking_companions
+    from corp.storage import folder as storage
 
-    source: o.Source
-    dense: nn.Module
-    deploy_data: list[Path]
-    mix: bool
-    settings: Settings
-    stats: Statistics = field(default_factory=Statistics)
-    seen: Statistics | None = None
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def calibrated(self, stats: Statistics) -> Statistics:
-        self.seen = d.statistics(self.source, self.deploy_data, self.dense, self.settings)
-        self.stats = stats + self.seen if self.seen is not None and self.mix else stats
-        return self.stats
+    places = companion_places(source.model, dense, source.text.tokenizer)
+    line = shlex.join(["corp", *sys.argv[1:]])
+    with progress(f"saving {out}", None, ""):
+        storage.save(result, out, overwrite=overwrite, command=line, companions=places)
+    if lacking := lacking_companions(dense, out):
+        note(lacking)
 
 
 def before_and_after(
-    loaded: dict[str, nn.Module], data: list[Path], samples: int | None, source: o.Source
+    loaded: dict[str, nn.Module], data: list[Path], samples: int | None, source: a.Source
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """What corp eval says of the two models, and how to show it."""
+    from corp.cli import eval_images, eval_text
+    from corp.cli.models import IMAGE, kind_of
+
     if kind_of(next(iter(loaded.values()))) == IMAGE:
         content, images = eval_images.evaluate_images(
             loaded, data, None, samples, source.batch_size, source.seed, source.max_bad
@@ -139,7 +122,16 @@ def before_and_after(
 
 
 def show_report(report: Report) -> None:
+    from corp.api import TOTALS
+    from corp.planning.plan import COLUMNS
+    from corp.report.why import explained
+
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
     for line in explained(report.plan.why):
         note(line)
+
+
+def gained(report: Report) -> str:
+    """What pruning gained, in one line."""
+    return ", ".join(f"{before} -> {after} {what} (x {ratio})" for what, before, after, ratio in report.totals())

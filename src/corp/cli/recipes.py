@@ -1,12 +1,11 @@
-"""The options that make a recipe, read off the fields of `corp.Recipe`: each is spelled there, once."""
+"""The options that make a recipe, read off the fields of `corp.Recipe`, where each is spelled once."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -17,34 +16,25 @@ YES_NO = {"auto": "auto", "yes": True, "no": False}
 _RENAMED = {"overrides": "override"}  # an option that is repeated is spelled in the singular
 
 
-def with_recipe(function: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `recipe` of a command by the options of all recipe fields, --preset and --sparsity."""
-    hints = get_type_hints(function, include_extras=True)
-    own = inspect.signature(function).parameters.values()
-    options = {_RENAMED.get(f.name, f.name): _annotation(f) for f in fields(Recipe)}
-    options |= {
-        "sparsity": _option(float | None, "The same share for --mlp and --attn.", REMOVE),
-        "preset": _option(str, "Settings to start from; options given beside it win.", HOW, tuple(PRESETS)),
+def recipe_parameters() -> dict[str, inspect.Parameter]:
+    """The options of all recipe fields, --sparsity and --preset; None unless given, so that a preset can decide."""
+    options = {
+        "sparsity": _option(
+            float | None, "Share to remove of MLP channels and of query and key dimensions alike.", REMOVE
+        ),
+        **{_RENAMED.get(f.name, f.name): _annotation(f) for f in fields(Recipe)},
+        "preset": _option(
+            str,
+            "Settings to start from: best, the paper's, or a baseline's. Options given beside it win.",
+            HOW,
+            tuple(PRESETS),
+        ),
     }
-
-    @functools.wraps(function)
-    def wrapped(**given: Any) -> None:
-        recipe = make_recipe(**{name: given.pop(name) for name in options})
-        function(recipe=recipe, **given)
-
-    parameters = []
-    for parameter in own:
-        if parameter.name != "recipe":
-            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        for name, annotation in options.items():
-            default = "best" if name == "preset" else None
-            parameters.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            )
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapped
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return {
+        name: inspect.Parameter(name, kind, default="best" if name == "preset" else None, annotation=annotation)
+        for name, annotation in options.items()
+    }
 
 
 def make_recipe(*, sparsity: float | None, preset: str, override: list[str] | None, **given: Any) -> Recipe:
@@ -72,7 +62,7 @@ def flag(name: str) -> str:
 
 def _annotation(f: Field[Any]) -> Any:
     """The option of one field; its value is None unless it is given, so that a preset can fill it in."""
-    default = "" if f.default in (MISSING, None, ()) else str(f.default)
+    default = "" if f.default is MISSING or not f.default else str(f.default)
     kind: Any = {"skip": list[str], "overrides": list[str], "equal_heads": bool, "sequential": bool}.get(f.name)
     if kind is None:
         kind = {"float": float, "float | None": float, "int | None": int}.get(str(f.type), str)

@@ -2,58 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from corp.cli import models
+from corp.cli.arguments import Source
 from corp.cli.console import note
-from corp.errors import DataError
+from corp.errors import CorpWarning, DataError
 
 if TYPE_CHECKING:
     from corp.data.images import ImageBatches
     from corp.data.text import TextBatches
 
-IMAGES, DOCUMENTS = 4000, 4000  # where nobody says how many
+DOCUMENTS = 4000  # unless --samples is given
 IMAGE_BATCH = 32
+FEW_IMAGES = 64  # below this, a fit of some hundred channels follows the sample
+LABELS = 32  # a photograph has more colours
+LABEL_FILES = frozenset({".txt", ".xml", ".json", ".csv", ".tsv", ".mat", ".npy", ".yaml", ".yml"})
 LOGITS = 1 << 27  # per batch of a language model: half a gigabyte in float32
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """How texts become sequences."""
-
-    field: str = "text"
-    seq_len: int | None = None
-    pack: bool | None = None
-    tokenizer: str | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the model and its calibration data come from."""
-
-    model: str
-    weights: Path | None
-    calib: list[Path]
-    samples: int | None
-    batch_size: int | None
-    device: str
-    dtype: str
-    seed: int
-    max_bad: float
-    text: TextOptions = TextOptions()
-    images: int = IMAGES  # samples where nobody says how many, of images
-
-
 def calibration_batches(model: nn.Module, source: Source) -> ImageBatches | TextBatches:
-    """The data of --calib, drawn by seed, as the model wants it."""
+    """The data of --calib, drawn by the seed, as batches that the model takes."""
     kind = models.kind_of(model)
     if kind == models.IMAGE:
         samples, size = source.samples or source.images, source.batch_size or IMAGE_BATCH
-        return image_batches(model, source.calib, samples, source.seed, size, source.max_bad, name=source.model)
+        refuse_labels(source.calib)
+        images = image_batches(model, source.calib, samples, source.seed, size, source.max_bad, name=source.model)
+        warn_of_odd_images(images.paths)
+        return images
     refuse_other(kind, model)
     return text_batches(model, source, pack=kind == models.CAUSAL if source.text.pack is None else source.text.pack)
 
@@ -83,6 +65,40 @@ def image_batches(
     return ImageBatches(chosen, models.preprocessing_of(name, model), batch_size=batch_size, max_bad=max_bad)
 
 
+def refuse_labels(folders: list[Path]) -> None:
+    """Refuse a folder that holds labels, not images, and name one beside it that has images."""
+    from corp.data.images import SUFFIXES
+
+    for folder in folders:
+        suffixes = Counter(path.suffix.lower() for path in folder.rglob("*") if path.is_file())
+        if not suffixes or SUFFIXES & suffixes.keys() or not suffixes.keys() <= LABEL_FILES:
+            continue
+        beside = (entry for entry in sorted(folder.absolute().parent.iterdir()) if entry.is_dir())
+        images = next((e for e in beside if any(file.suffix.lower() in SUFFIXES for file in e.iterdir())), None)
+        remedy = f"--calib {images}" if images else "--calib with the folder of the images themselves"
+        what = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(3))
+        raise DataError(f"{folder} holds labels ({what} files) and no images; try {remedy}")
+
+
+def warn_of_odd_images(paths: list[Path]) -> None:
+    """Warn if there are too few images for a stable fit, or if they look like label maps instead of photographs."""
+    from corp.data.images import open_image
+
+    if len(paths) < FEW_IMAGES:
+        _warn(f"{len(paths)} images are too few for a fit that holds on more; give at least {FEW_IMAGES} with --calib")
+    with suppress(OSError, ValueError, DataError):  # unreadable images are dealt with where they are read
+        colours = [open_image(path).resize((64, 64), 0).getcolors(LABELS) for path in paths[:4]]
+        if all(found is not None for found in colours):
+            _warn(
+                f"the images in {paths[0].parent} have at most {LABELS} colours each, as label maps do; "
+                "--calib takes the photographs themselves"
+            )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CorpWarning, stacklevel=2)
+
+
 def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches:
     """Sequences of the texts, drawn by seed: packed, or one document each."""
     from corp.data import text
@@ -106,14 +122,14 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches
 
 
 def sequences_per_batch(tokenizer: Any, length: int) -> int:
-    """As many as keep both the tokens of a batch and its logits, one per word of the vocabulary, within bounds."""
+    """How many sequences keep both the tokens of a batch and its logits, one per word of the vocabulary, in bounds."""
     from corp.data import text
 
     return max(1, min(text.TOKENS_PER_BATCH, LOGITS // max(1, len(tokenizer))) // length)
 
 
 def sequence_length(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
-    """What was asked for, else the paper's 2048; never more than the model's context."""
+    """The length that was asked for, otherwise the paper's 2048; never more than the model's context."""
     from corp.adapters import hf_models
     from corp.data import text
 

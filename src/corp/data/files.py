@@ -139,7 +139,7 @@ class JsonLines(Ranges):
 def no_field(where: str, field: str, there: list[str], value: Any = None, *, numbers: bool = False) -> DataError:
     """The error for a record without a text under `field`; `there` are the fields it has."""
     if field in there:
-        return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; name another field")
+        return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; field=NAME names another")
     known = ", ".join(map(repr, there)) or "nothing"
     hint = "; without a header give the column's number, from 1" if numbers else ""
-    return DataError(f"{where} has no field {field!r}; it has {known}; name the field that holds the text{hint}")
+    return DataError(f"{where} has no field {field!r}; it has {known}; field=NAME says which holds the text{hint}")

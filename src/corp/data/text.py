@@ -257,7 +257,10 @@ def _batches(
     batch_size: int | None,
 ) -> TextBatches:
     if not spans:
-        raise DataError(f"there is no text in {', '.join(map(str, paths)) or 'what was given'}: only white space")
+        raise DataError(
+            f"there is no text in {', '.join(map(str, paths)) or 'what was given'}: only white space; "
+            "field=NAME reads another field"
+        )
     fallbacks = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # what stands under the mask changes nothing
     pad = next(token for token in fallbacks if token is not None)
     size = batch_size or max(1, TOKENS_PER_BATCH // max(1, length))

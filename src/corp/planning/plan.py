@@ -18,7 +18,7 @@ from corp.files import read_json, write_text
 from corp.numerics.affine import Folded
 from corp.planning.output import OutputPlan
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
-from corp.tables import text_table
+from corp.tables import Tabular
 
 PLAN_VERSION = 3
 COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error", "error without compensation")
@@ -144,8 +144,8 @@ class SitePlan:
         return sum(c.rho2 * c.J_uncomp for c in self.costs) / lost
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Tabular):
     """The recipe and, for every site that changes, what it keeps.
 
     `why` records how widths were chosen under a target, what was tried and measured, and under "notes" every place
@@ -205,10 +205,11 @@ class Plan:
         output = None if top.get("output") is None else _output(top["output"])
         return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why, output)
 
-    def __str__(self) -> str:
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        """One row per site that changes."""
         if not self.sites:
-            return "nothing to prune: every site keeps its width"
-        return text_table(COLUMNS, [site.row() for site in self.sites])
+            return "nothing to prune: every site keeps its width", COLUMNS, []
+        return f"plan: {len(self.sites)} sites change", COLUMNS, [site.row() for site in self.sites]
 
 
 def _ratio(part: float, whole: float) -> float:

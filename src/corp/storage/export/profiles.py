@@ -131,5 +131,5 @@ def _refuse(biases: set[str], library: Library, profile: str) -> None:
         other = " (the standard profile may hold it)" if profile == COMPAT else ""
         raise StorageError(
             f"compensation made {len(biases)} biases, such as {min(biases)}, which the model has no place for in "
-            f"{library.name}{other}; prune it again with intercept=False (--intercept no), or keep profile='compact'"
+            f"{library.name}{other}; prune it again with intercept=False, or keep profile='compact'"
         )

@@ -23,10 +23,10 @@ TARGETS = (ONNX, PT2, *LIBRARY_TARGETS.values())
 def choose(base: dict[str, Any] | None, target: str | None, profile: str | None) -> tuple[str, str | None]:
     """Target and profile for the model that `base` names, from what was asked for; what cannot be is refused."""
     if target is not None and target not in TARGETS:
-        raise StorageError(f"--to {target} is not one of {', '.join(TARGETS)}")
+        raise StorageError(f"to={target!r} is not one of {', '.join(TARGETS)}")
     if target in (ONNX, PT2):
         if profile is not None:
-            raise StorageError(f"--profile {profile} goes with --to timm or hf; {target} holds the true widths")
+            raise StorageError(f"profile={profile!r} goes with to='timm' or to='hf'; {target} holds the true widths")
         if target == ONNX:
             require_packages("onnx", "onnxscript")
         return target, None
@@ -35,7 +35,7 @@ def choose(base: dict[str, Any] | None, target: str | None, profile: str | None)
     library, _ = library_for(base)
     own = LIBRARY_TARGETS[library.name]
     if target not in (None, own):
-        raise StorageError(f"this is a model of {library.name}, which {target} cannot load; use --to {own}")
+        raise StorageError(f"this is a model of {library.name}, which {target} cannot load; use to={own!r}")
     return own, profile or STANDARD
 
 

@@ -1,0 +1,85 @@
+"""Models by folder or hub id, looked up in two seconds: the hub's own client would try six times.
+
+Nothing heavy is imported here, so that a mistyped name is told before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from corp.adapters.near_names import near
+from corp.errors import ModelError
+
+SECONDS = 1.2
+ENDPOINT = "https://huggingface.co"
+
+
+def endpoint() -> str:
+    """The address of the Hugging Face hub, or of the mirror that HF_ENDPOINT names."""
+    return os.environ.get("HF_ENDPOINT") or ENDPOINT
+
+
+def reachable(url: str, seconds: float = SECONDS) -> bool:
+    """Whether the host of `url`, or the proxy that stands before it, takes a connection within so many seconds."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    place = urlsplit(getproxies().get(urlsplit(url).scheme) or url)
+    answers: list[bool] = []
+    # A thread, because looking up a name knows no time limit.
+    probe = Thread(target=_connect, args=(place.hostname or "", place.port or 443, seconds, answers), daemon=True)
+    probe.start()
+    probe.join(seconds)
+    return bool(answers)
+
+
+def _connect(host: str, port: int, seconds: float, answers: list[bool]) -> None:
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except (OSError, UnicodeError):
+        return
+    answers.append(True)
+
+
+def is_path(name: str) -> bool:
+    """Whether a name means a folder: hub ids are "name" or "owner/name", and never begin like a path."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def cached(name: str) -> bool:
+    """Whether something of the hub model `name` was downloaded before."""
+    there = os.environ.get
+    home = there("HF_HOME") or Path(there("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(there("HF_HUB_CACHE") or there("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")).expanduser()
+    return (cache / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def require_known(name: str) -> None:
+    """Refuse a name that is no folder, no hub model on this machine, and cannot be asked for."""
+    if is_path(name):
+        if not Path(name).expanduser().is_dir():
+            raise ModelError(
+                f"there is no folder {name}; hf: takes a folder for from_pretrained, or a hub id like owner/name"
+                f"{_did_you_mean(name)}"
+            )
+    elif not cached(name) and not reachable(endpoint()):
+        raise missing(name)
+
+
+def missing(name: str) -> ModelError:
+    return ModelError(
+        f"there is no folder {name} here, no copy of a hub model of that name, and the hub cannot be reached"
+        f"{_did_you_mean(name)}"
+    )
+
+
+def _did_you_mean(name: str) -> str:
+    """Folders beside the missing one whose names are near."""
+    parent = Path(name).parent
+    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    names = [f"hf:{parent / folder}" for folder in near(Path(name).name, folders)]
+    return f"; did you mean {', '.join(names)}?" if names else ""

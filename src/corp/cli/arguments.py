@@ -1,0 +1,186 @@
+"""The options that commands share, each spelled once: dataclasses whose fields carry their help, panel and default.
+
+`corp.cli.expand` makes options of them. Nothing heavy is imported here, so that `--help` is fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from corp.recipe import BUDGET as BUDGET
+from corp.recipe import HOW as HOW
+from corp.recipe import REMOVE as REMOVE
+
+if TYPE_CHECKING:
+    from corp.calibration.job import Settings
+
+DATA, MACHINE, OUTPUT = "Model and data", "Machine", "Output"
+PANELS = (DATA, REMOVE, HOW, BUDGET, MACHINE, OUTPUT)  # in this order in every --help
+# The options of prune and plan that people use first; they stand above all panels.
+FIRST = (
+    "calib", "out", "sparsity", "target_macs", "min_agreement", "mlp", "attn", "preset", "weights", "samples",
+)  # fmt: skip
+IMAGES = 4000  # calibration images, unless --samples is given
+
+
+def option(text: str, panel: str, *spelled: str, **extra: Any) -> Any:
+    return typer.Option(*spelled, help=text, rich_help_panel=panel, **extra)
+
+
+Model = Annotated[
+    str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.", show_default=False)
+]
+Weights = Annotated[
+    Path | None,
+    option(
+        "Weights file of a timm model: .safetensors, or .pth (weights only).",
+        DATA,
+        show_default="timm's pretrained weights",
+    ),
+]
+Calib = Annotated[
+    list[Path],
+    option(
+        "Calibration data: a folder of unlabelled images, or a file or folder of texts "
+        "(.txt, .jsonl, .csv, .tsv, .parquet, a datasets folder). May be repeated.",
+        DATA,
+        show_default=False,
+    ),
+]
+Stats = Annotated[
+    Path | None, option("Statistics that corp calibrate wrote earlier, instead of --calib.", DATA, show_default=False)
+]
+Samples = Annotated[
+    int | None,
+    option(
+        "How many images or sequences to use, drawn by --seed.",
+        DATA,
+        min=1,
+        show_default="4000 images or documents, 128 packed sequences",
+    ),
+]
+Seed = Annotated[int, option("Seed that draws the calibration samples.", DATA)]
+MaxBad = Annotated[float, option("Share of unreadable images that is tolerated; each is named.", DATA)]
+TextField = Annotated[
+    str, option("Key, column or column number (from 1) of the text in a record.", DATA, "--text-field")
+]
+SeqLen = Annotated[
+    int | None, option("Tokens per sequence.", DATA, min=2, show_default="2048, or the model's context if shorter")
+]
+Pack = Annotated[
+    bool | None,
+    option(
+        "Fill sequences with one document after the other, or give each document its own sequence.",
+        DATA,
+        "--pack/--no-pack",
+        show_default="pack for causal models",
+    ),
+]
+Tokenizer = Annotated[
+    str | None, option("Folder of the tokenizer, if it is not with the model.", DATA, show_default=False)
+]
+SampleTokens = Annotated[
+    str,
+    option(
+        "Tokens per sample that the MLP statistics use: auto (enough for a stable fit), all, or a number.",
+        DATA,
+        "--sample-tokens",
+    ),
+]
+BatchSize = Annotated[
+    int | None, option("Samples per forward pass.", MACHINE, min=1, show_default="32 images, or 8192 tokens")
+]
+Device = Annotated[
+    str,
+    option(
+        "Where the model runs: cpu, cuda, cuda:1, mps, or auto.",
+        MACHINE,
+        autocompletion=lambda: ["auto", "cpu", "cuda", "mps"],
+    ),
+]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    option("Number format of the forward pass; the result is no wider than the checkpoint.", MACHINE),
+]
+Memory = Annotated[
+    str | None,
+    option("Memory for the statistics, such as 4GB; more passes if they need more.", MACHINE, show_default="all"),
+]
+OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o", show_default=False)]
+Overwrite = Annotated[bool, option("Replace the output if it exists.", OUTPUT, "--overwrite")]
+Json = Annotated[bool, option("Print JSON instead of tables.", OUTPUT, "--json")]
+PrunedFolder = Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.", show_default=False)]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How texts become sequences of tokens."""
+
+    field: TextField = "text"
+    seq_len: SeqLen = None
+    pack: Pack = None
+    tokenizer: Tokenizer = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the model and its calibration data come from, and where the model runs."""
+
+    model: Model
+    weights: Weights = None
+    calib: Calib = field(default_factory=list)
+    samples: Samples = None
+    batch_size: BatchSize = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    seed: Seed = 0
+    max_bad: MaxBad = 0.05
+    text: TextOptions = field(default_factory=TextOptions)
+    images: int = IMAGES  # what --samples is for images by default; no option of its own
+
+
+def require_model(name: str) -> None:
+    """Refuse a transformers model that is nowhere, before torch is imported."""
+    if name.startswith("hf:"):
+        from corp.adapters import hub
+
+        hub.require_known(name.removeprefix("hf:"))
+
+
+@dataclass(frozen=True)
+class Collection:
+    """How much of the data the statistics take in, and how much memory they may use."""
+
+    tokens: SampleTokens = "auto"
+    memory: Memory = None
+
+    def settings(self, **more: Any) -> Settings:
+        """The settings of the data pass; `more` are other fields of `corp.Settings`."""
+        from corp.calibration.job import Settings
+        from corp.calibration.memory import parse_bytes
+        from corp.cli.recipes import parse_number
+
+        tokens = self.tokens if self.tokens in ("auto", "all") else parse_number(self.tokens, int, "--sample-tokens")
+        return Settings(tokens, None if self.memory is None else parse_bytes(self.memory), **more)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A second sample, of what the model will see, with which a plan is compared."""
+
+    deploy_data: Annotated[
+        list[Path],
+        option(
+            "Unlabelled data as the model will see it in use: report how every site's statistics differ from --calib.",
+            DATA,
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    mix_deploy: Annotated[
+        bool,
+        option("Calibrate on --calib and --deploy-data together, and report what still differs.", DATA, "--mix-deploy"),
+    ] = False

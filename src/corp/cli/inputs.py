@@ -1,0 +1,169 @@
+"""From the options of a command to what it works on: the model, its batches and their statistics."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp import __version__
+from corp.adapters.registry import find_sites
+from corp.api import calibrate
+from corp.calibration.batches import placement, without_cache
+from corp.calibration.job import Settings
+from corp.calibration.statistics import Statistics
+from corp.cli.arguments import Source
+from corp.cli.console import Console, note, progress
+from corp.cli.models import load_model, place
+from corp.cli.sources import calibration_batches
+from corp.errors import CorpWarning, DataError
+from corp.files import refuse_existing
+from corp.measure.cost import count_params
+from corp.observer import SILENT
+from corp.planning.widths import require_prunable
+from corp.recipe import KINDS, TARGETS, Recipe
+
+_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
+_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+
+
+def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
+    """The model with the statistics of an earlier calibration, or of one made now."""
+    if stats is not None:
+        return opened(source, recipe), read_statistics(source, stats)
+    return calibrated(source, recipe=recipe, settings=settings)
+
+
+def read_statistics(source: Source, stats: Path) -> Statistics:
+    """The statistics of an earlier calibration, which replace the data."""
+    for given, flag in ((source.calib, "--calib"), (source.samples, "--samples")):
+        if given:
+            raise DataError(f"--stats replace the data, so {flag} cannot go with it; give one of them")
+    return Statistics.load(stats)
+
+
+def opened(source: Source, recipe: Recipe | None = None, settings: Settings | None = None) -> nn.Module:
+    """The model of the source on its device; a recipe that it cannot satisfy is refused here."""
+    # An offloaded model stays on the host; its layers visit the device during calibration only.
+    home = source.device if settings is None or settings.offload is None else "cpu"
+    with progress(f"loading {source.model}", None, ""):
+        model = place(load_model(source.model, source.weights), home, source.dtype)
+    if recipe is not None:
+        require_prunable(find_sites(model), recipe)
+    return model
+
+
+def require_data(source: Source) -> None:
+    """Refuse a command without data before the model is loaded."""
+    if not source.calib:
+        raise DataError("no data: give images or texts with --calib (or statistics with --stats, where it is taken)")
+
+
+def batches_of(model: nn.Module, source: Source) -> Any:
+    """The data of --calib as batches."""
+    require_data(source)
+    with progress("reading the list of samples", None, ""):
+        return calibration_batches(model, source)
+
+
+def calibrated(
+    source: Source,
+    *,
+    settings: Settings,
+    recipe: Recipe | None = None,
+    out: Path | None = None,
+    quiet: bool = False,
+    model: nn.Module | None = None,
+) -> tuple[nn.Module, Statistics]:
+    """The model and its statistics over the calibration data; a recipe that it cannot satisfy is refused before.
+
+    `model` is the source's, if it was loaded already.
+    """
+    require_data(source)
+    model = opened(source, recipe, settings) if model is None else model
+    batches = batches_of(model, source)
+    if not quiet:
+        note(f"calibrating {described(source, model)} on {amount(batches)} of {', '.join(map(str, source.calib))}")
+    watch = SILENT if quiet else Console()
+    with without_cache(model):
+        stats = calibrate(
+            model, batches, settings=settings, out=out, origin=origin_of(source, model, batches), observer=watch
+        )
+    tell_skipped(batches)
+    return model, stats
+
+
+def origin_of(source: Source, model: nn.Module, batches: Any) -> dict[str, Any]:
+    """A record of where model and data come from."""
+    device, dtype = placement(model)
+    return {
+        "model": source.model,
+        "data": [str(folder) for folder in source.calib],
+        "data fingerprint": batches.fingerprint(),
+        "samples": batches.samples,
+        "batch size": batches.batch_size,
+        "seed": source.seed,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "preprocessing": batches.describe(),
+        "corp": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def tell_skipped(batches: Any) -> None:
+    """Name the images that could not be read."""
+    bad = dict(getattr(batches, "bad", []))
+    for path, reason in bad.items():
+        note(f"skipped {path}: {reason}")
+    if bad:
+        note(f"{len(bad)} of {batches.samples} images were skipped")
+
+
+def require_output(out: Path, *, overwrite: bool) -> None:
+    """Refuse an output that exists, and one on a disk that is full, before the long work."""
+    refuse_existing(out, overwrite=overwrite)
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if (free := shutil.disk_usage(there).free) < 1 << 20:
+        raise DataError(
+            f"the disk of {out} is full ({free} bytes are free): free some space, or write elsewhere with -o"
+        )
+
+
+def warn_of_little_space(out: Path, model: nn.Module) -> None:
+    """Warn if the dense model would not fit where its pruned copy is to be saved."""
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    free, size = shutil.disk_usage(there).free, sum(p.numel() * p.element_size() for p in model.parameters())
+    if free < size:
+        warnings.warn(
+            f"{free / 1e6:.0f} MB are free where {out} goes, and the dense model takes {size / 1e6:.0f} MB; "
+            "free some space, or write elsewhere with -o",
+            CorpWarning,
+            stacklevel=2,
+        )
+
+
+def described(source: Source, model: nn.Module) -> str:
+    """The model in a few words: name, size, device."""
+    return f"{source.model} ({count_params(model) / 1e6:.3f} M parameters, {placement(model)[0]})"
+
+
+def amount(batches: Any) -> str:
+    """How much data there is, in the unit that fits it."""
+    tokens = getattr(batches, "tokens", None)
+    return f"{batches.samples} images" if tokens is None else f"{batches.samples} sequences ({tokens} tokens)"
+
+
+def goal(recipe: Recipe) -> str:
+    """What a recipe asks for, in a few words."""
+    if recipe.min_agreement is not None:
+        return f"as far as {recipe.min_agreement:.1%} agreement with the dense model allows"
+    for name in TARGETS:
+        if (share := getattr(recipe, name)) is not None:
+            return f"to at most {share:.0%} of its {_UNITS[name]}"
+    parts = [f"{share:.0%} of its {_REMOVED[kind]}" for kind in KINDS if (share := getattr(recipe, kind))]
+    return "by " + (" and ".join(parts) or "what --override says")

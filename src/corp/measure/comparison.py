@@ -1,0 +1,65 @@
+"""A pruned model against the dense one on the same batches: agreement, divergence and speed in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.calibration.batches import Forward, evaluating, feed, placement, size_of
+from corp.errors import DataError
+from corp.measure.closeness import Reference
+from corp.measure.intervals import Interval
+from corp.measure.timing import Ratio, interleave, speed_up
+from corp.tables import Tabular
+
+ROUNDS = 9  # of timing: the median of so many is known with 95 % confidence
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Tabular):
+    """How close the pruned model is to the dense one, and how much faster, with 95 % intervals."""
+
+    samples: int
+    what: str  # what agreement means for this model
+    agreement: Interval
+    divergence: Interval  # KL from the dense distribution in nats; for features the relative squared error
+    speed_up: Ratio  # on the first batch
+
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        rows = [
+            (self.what, *_cells(self.agreement)),
+            ("divergence from the dense model", *_cells(self.divergence)),
+            ("times as fast", *_cells(self.speed_up)),
+        ]
+        return f"pruned against dense on {self.samples} samples", ("", "value", "low", "high"), rows
+
+
+def compare(dense: nn.Module, pruned: nn.Module, batches: Sequence[Any], forward: Forward | None) -> Comparison:
+    """Compare the outputs on all batches, and the time of the first, round by round in turn."""
+    if not batches:
+        raise DataError("nothing to compare: `batches` was empty (an iterator can be used only once)")
+    found = Reference(dense, batches, forward).compare(pruned)
+    with torch.inference_mode(), evaluating(dense), evaluating(pruned):
+        calls = [_call(model, batches[0], forward) for model in (dense, pruned)]
+        times = interleave(calls, rounds=ROUNDS)
+    samples = sum(map(size_of, batches))
+    return Comparison(samples, found.what, found.agreement(), found.divergence(), speed_up(*times))
+
+
+def _call(model: nn.Module, batch: Any, forward: Forward | None) -> Callable[[], object]:
+    """One forward pass, which is over when its result is there."""
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(placement(model)[0].type, lambda: None)
+
+    def call() -> None:
+        feed(model, batch, forward)
+        wait()
+
+    return call
+
+
+def _cells(interval: Interval | Ratio) -> tuple[str, ...]:
+    return tuple("" if end is None else f"{end:.3f}" for end in (interval.value, interval.low, interval.high))

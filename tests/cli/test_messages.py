@@ -1,0 +1,183 @@
+"""What users really get wrong: one message each, in the spelling of the command line, with what to type instead."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import warnings
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import typer
+from PIL import Image
+from safetensors.torch import save_file
+
+from corp.adapters import hub, timm_models
+from corp.cli.console import command, in_flags, told
+from corp.cli.inputs import goal
+from corp.cli.sources import refuse_labels, warn_of_odd_images
+from corp.data.documents import in_order, open_documents
+from corp.errors import CorpWarning, DataError, ModelError
+from corp.recipe import Recipe
+from tests.helpers.command import failure
+
+SPELLED = {
+    "sequential=True needs the data: use corp.prune": "--sequential needs the data: use corp prune",
+    "it cannot go with sequential=False": "it cannot go with --no-sequential",
+    "target_macs=0.1 is out of reach": "--target-macs 0.1 is out of reach",
+    "give target_params instead": "give --target-params instead",
+    "leave it alone with skip=['blocks.0.attn']": "leave it alone with --skip blocks.0.attn",
+    "Leave them alone with skip=[...] over their names": "Leave them alone with --skip ... over their names",
+    "rank='best' is not one of 'exact'": "--rank best is not one of 'exact'",
+    "prune it again with intercept=False, or": "prune it again with --intercept no, or",
+    "choose another output, or pass overwrite=True": "choose another output, or pass --overwrite",
+    "give it memory=1.5GB or less": "give it --memory 1.5GB or less",
+    "tokens='few' is not": "--sample-tokens few is not",
+    "a target chooses the widths: use overrides": "a target chooses the widths: use --override",
+    "corp.load('out', base=model)": "corp.load('out', base=model)",
+    "--override 'mlp=0.2' should look like 'blocks.0.*:mlp=0.2,attn=0'": (
+        "--override 'mlp=0.2' should look like 'blocks.0.*:mlp=0.2,attn=0'"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SPELLED)
+def test_python_arguments_are_told_as_options(text: str) -> None:
+    assert in_flags(text) == SPELLED[text]
+
+
+def test_no_error_of_a_recipe_names_a_python_argument_on_the_command_line(tmp_path: Path) -> None:
+    common = ("prune", "deit_tiny_patch16_224", "-o", tmp_path / "out")
+    assert failure(*common, "--target-macs", 2).startswith("error: --target-macs 2.0 must be a share")
+    assert "--min-agreement" in failure(*common, "--target-macs", 0.5, "--min-agreement", 0.9)
+    assert "--sequential-samples is used" in failure(
+        *common, "--mlp", 0.5, "--sequential-samples", 8, "--no-sequential"
+    )
+
+
+def test_a_run_says_what_it_will_do() -> None:
+    assert goal(Recipe(mlp=0.5, attn=0.25)) == "by 50% of its MLP channels and 25% of its query and key dimensions"
+    assert goal(Recipe(target_macs=0.6)) == "to at most 60% of its MACs"
+    assert goal(Recipe(min_agreement=0.95)) == "as far as 95.0% agreement with the dense model allows"
+
+
+def test_a_folder_that_is_missing_is_told_with_one_that_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m" / "smollm2-135m").mkdir(parents=True)
+    said = failure("prune", "hf:m/smolm2", "--calib", tmp_path, "--mlp", 0.5, "-o", tmp_path / "out")
+    assert "the hub cannot be reached; did you mean hf:m/smollm2-135m?" in said
+    assert "did you mean hf:m/smollm2-135m" in failure("inspect", "hf:./m/smollm2")
+
+
+def test_the_hub_is_asked_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert hub.reachable(address)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        assert not hub.reachable(address)
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert not hub.reachable(address)  # nobody listens any more
+
+
+def test_weights_that_nobody_can_fetch_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"are not on this machine, and .* cannot be reached; .*weights=FILE"):
+        timm_models.create("deit_tiny_patch16_224", pretrained=True)
+
+
+def test_weights_of_another_model_are_told_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    save_file(timm.create_model("deit_tiny_distilled_patch16_224").state_dict(), file)
+    said = "does not fit deit_tiny_patch16_224; it fits deit_tiny_distilled_patch16_224: give that name"
+    with pytest.raises(ModelError, match=said):
+        timm_models.create("deit_tiny_patch16_224", file)
+    save_file({"weight": torch.zeros(2)}, file)
+    with pytest.raises(ModelError, match="give the model that it was saved from"):
+        timm_models.create("deit_tiny_patch16_224", file)
+
+
+def _image(path: Path, values: int) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    grey = torch.randint(values, (48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    Image.fromarray(grey.numpy()).save(path)
+    return path
+
+
+def test_a_folder_of_labels_is_refused_with_the_folder_of_images(tmp_path: Path) -> None:
+    labels = tmp_path / "labels"
+    labels.mkdir()
+    for i in range(3):
+        (labels / f"{i}.txt").write_text("0 0.5 0.5 1 1")
+    with pytest.raises(DataError, match=r"labels holds labels \(3 .txt files\) and no images; try --calib with"):
+        refuse_labels([labels])
+    _image(tmp_path / "images" / "0.png", 255)
+    with pytest.raises(DataError, match=re.escape(f"try --calib {tmp_path / 'images'}")):
+        refuse_labels([labels])
+    refuse_labels([tmp_path / "images"])
+
+
+def test_few_images_and_label_maps_are_told(tmp_path: Path) -> None:
+    photograph, labels = _image(tmp_path / "p.png", 255), _image(tmp_path / "m.png", 5)
+    with pytest.warns(CorpWarning, match="8 images are too few .* at least 64 with --calib"):
+        warn_of_odd_images([photograph] * 8)
+    with pytest.warns(CorpWarning, match="as label maps do; --calib takes the photographs"):
+        warn_of_odd_images([labels] * 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_odd_images([photograph] * 100)
+
+
+def test_a_field_without_text_and_a_missing_tokenizer_say_what_to_type(tmp_path: Path) -> None:
+    from corp.adapters import hf_models
+
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"body": "words"}) + "\n")
+    with pytest.raises(DataError) as caught:
+        list(in_order(open_documents([file], field="text", lines=False, piece=100)))
+    assert "it has 'body'; --text-field NAME says which" in in_flags(str(caught.value))
+    with pytest.raises(DataError) as caught:
+        hf_models.tokenizer(str(tmp_path))
+    assert "--tokenizer FOLDER takes it from elsewhere" in in_flags(str(caught.value))
+
+
+def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    with pytest.raises(typer.Exit), told(), full.open("w") as file:
+        file.write("x" * 100_000)
+    assert "the disk is full" in (said := capsys.readouterr().err)
+    assert "-o" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("calibrate", "start the same command again to go on"), ("prune", "--stats STATS")]
+)
+def test_an_interrupted_command_says_what_is_kept(name: str, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    interrupted.__name__ = name
+    with pytest.raises(typer.Exit) as ended:
+        command(interrupted)()
+    assert ended.value.exit_code == 130
+    assert way in " ".join(capsys.readouterr().err.split())
+
+
+def test_warnings_are_told_in_the_spelling_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    @command
+    def warned() -> None:
+        warnings.warn("target_latency=0.5 was missed", CorpWarning, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warned()
+    assert "--target-latency 0.5 was missed" in capsys.readouterr().err
