@@ -28,7 +28,7 @@ from corp.calibration.batches import (
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning, PlanError, StatisticsError
+from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
 from corp.planning.overfitting import warn_if_weak
@@ -192,6 +192,8 @@ def prune(
     batches that calibration held out, and the final fit uses all of them.
     """
     watch = observer or (Bars() if progress else SILENT)
+    if recipe.min_agreement is not None and batches is None:
+        raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     dense = _Dense.of(model, recipe)
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)

@@ -67,8 +67,9 @@ def prune(
     refuse_existing(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} is not there")
-    if recipe.sequential is True and stats is not None:
-        raise DataError("--sequential reads the data itself: give --calib instead of --stats")
+    for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
+        if asked and stats is not None:
+            raise DataError(f"--{option} reads the data itself: give --calib instead of --stats")
     text = o.TextOptions(text_field, seq_len, pack, tokenizer)
     source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text)
     d.check(deploy_data, mix_deploy)
