@@ -203,7 +203,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -
     return calls
 
 
-@pytest.mark.parametrize("target", [{"target_macs": 0.7}, {"target_params": 0.8}, {"min_agreement": 0.8}])
+@pytest.mark.parametrize("target", [{"target_macs": 0.7}, {"target_params": 0.8}, {"min_agreement": 0.95}])
 def test_within_one_prune_everything_is_done_once(target: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (find_sites, fingerprint, count_budget, examine, site_curves)
     calls = {step.__name__: count_calls(monkeypatch, step) for step in steps}

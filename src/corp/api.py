@@ -28,7 +28,7 @@ from corp.calibration.batches import (
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning, PlanError, StatisticsError
+from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
@@ -214,6 +214,8 @@ def prune(
     True
     """
     watch = observer or (Bars() if progress else SILENT)
+    if recipe.min_agreement is not None and batches is None:
+        raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     dense = _Dense.of(model, recipe)
     if model.training:
         watch.note("the model is in train mode: corp runs it in eval mode; call .eval() on the result before use")

@@ -165,19 +165,19 @@ def agreement(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]
 def test_pruning_goes_as_far_as_agreement_allows() -> None:
     model, data = build("vit"), batches("vit", 10, 20)
     told = Recorder()
-    result = corp.prune(model, data, Recipe(min_agreement=0.8, sequential=False), observer=told)
+    result = corp.prune(model, data, Recipe(min_agreement=0.95, sequential=False), observer=told)
     why = result.plan.why["agreement"]
     held = [data[i] for i in held_of(len(data))]
     assert (why["samples"], result.plan.samples) == (20 * len(held), 200)
     chosen = next(step for step in why["steps"] if step["target_macs"] == why["chosen"])
-    assert chosen["agreement"] >= 0.8
+    assert chosen["agreement"] >= 0.95
     # The model that was tried was fitted without the held-out batches; the result is fitted to all.
     fitted = corp.calibrate(model, data).fitted()
     tried = corp.apply(model, fitted, corp.plan(model, fitted, result.plan.recipe)).model
     assert chosen["agreement"] == pytest.approx(agreement(tried, model, held), abs=0.05)
     assert chosen["low"] < chosen["agreement"] < chosen["high"]
     # Everything lighter that was tried would have done, nothing heavier.
-    assert all((step["agreement"] >= 0.8) == (step["target_macs"] >= why["chosen"]) for step in why["steps"])
+    assert all((step["agreement"] >= 0.95) == (step["target_macs"] >= why["chosen"]) for step in why["steps"])
     dense, pruned = result.report.macs
     assert pruned / dense <= why["chosen"] < 0.95
     assert result.plan.recipe.target_macs == why["chosen"]
@@ -219,6 +219,8 @@ def test_agreement_needs_data_to_measure_on() -> None:
         corp.plan(model, corp.calibrate(model, data), recipe)
     with pytest.raises(CorpError, match="at least two"):
         corp.prune(model, data[:1], recipe)
+    with pytest.raises(CorpError, match="min_agreement is measured on the data.*give batches"):
+        corp.prune(model, None, recipe, stats=corp.calibrate(model, data))
     with pytest.raises(CorpError, match="not both"):
         Recipe.paper(min_agreement=0.9, target_macs=0.5)
     with pytest.raises(CorpError, match="0 < min_agreement <= 1"):

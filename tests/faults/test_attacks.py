@@ -172,7 +172,7 @@ def test_links_out_of_a_statistics_folder_are_not_followed(name: str, stats: Pat
 def test_links_out_of_a_model_folder_are_not_followed(name: str, tmp_path: Path) -> None:
     import timm
 
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=2).eval()
+    model = timm.create_model("test_vit", img_size=32, num_classes=2).eval()
     corp.save(
         corp.prune(model, [torch.randn(8, 3, 32, 32)], Recipe.paper(mlp=0.9, compensate="none")), tmp_path / "saved"
     )

@@ -210,7 +210,7 @@ def make_timm_saved(folder: Path) -> None:
     import timm
 
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=2).eval()
+    model = timm.create_model("test_vit", img_size=32, num_classes=2).eval()
     batch = [torch.randn(8, 3, 32, 32) for _ in range(3)]
     corp.save(corp.prune(model, batch, Recipe.paper(mlp=0.9, attn=0.5)), folder / "saved")
 

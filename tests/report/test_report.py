@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,10 +17,11 @@ from typer.testing import Result
 
 import corp
 from corp.cli.main import app
+from corp.cli.recipes import make_recipe
 from corp.cli.report import demo_study, sweep_study
-from corp.errors import StorageError
+from corp.errors import CorpWarning, StorageError
 from corp.planning.plan import Plan
-from corp.recipe import Recipe
+from corp.recipe import PRESETS, Recipe
 from corp.report import pictures, remake, svg
 from corp.report.html import PAGE, page
 from tests.helpers import command
@@ -147,14 +149,11 @@ def test_ticks_are_few_and_reach_the_top(high: float) -> None:
 
 
 def test_the_lines_that_make_it_again_give_the_same_recipe() -> None:
-    recipe = Recipe.paper(
-        mlp=0.4, intercept=True, round_to={"mlp": 4}, skip=("a b*", "'"), overrides={"x:y": {"attn": 0.1}}
-    )
+    odd = {"intercept": True, "round_to": {"mlp": 4}, "skip": ("a b*", "'"), "overrides": {"x:y": {"attn": 0.1}}}
+    recipe = Recipe.paper(mlp=0.4, **odd)
     identity = {"architecture": "vit_x", "tag": None}
     lines = remake.python_lines("out", identity, plan(recipe=recipe))
-    call = re.search(r"batches, (corp\.Recipe\(.*\))\)  #", lines)
-    assert call is not None
-    assert eval(call[1], {"corp": corp}) == recipe
+    assert _recipe_in(lines) == recipe
 
     words = shlex.split(remake.command_line("out", identity, plan(recipe=recipe)))
     prune = typer.main.get_command(app).commands["prune"]  # type: ignore[attr-defined]
@@ -162,12 +161,34 @@ def test_the_lines_that_make_it_again_give_the_same_recipe() -> None:
     assert (given["model"], given["mlp"], given["samples"], given["out"]) == ("vit_x", 0.4, 64, Path("out"))
     assert (given["intercept"], given["round_to"]) == ("yes", "mlp=4")
     assert (given["skip"], given["override"]) == (["a b*", "'"], ["x:y:attn=0.1"])
+    assert given["preset"] == "paper"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_any_preset_is_made_again(preset: str) -> None:
+    recipe = Recipe.preset(preset, mlp=0.5, equal_heads=True)
+    identity = {"architecture": "vit_x", "tag": None}
+    assert _recipe_in(remake.python_lines("out", identity, plan(recipe=recipe))) == recipe
+    words = shlex.split(remake.command_line("out", identity, plan(recipe=recipe)))
+    given = typer.main.get_command(app).commands["prune"].make_context("prune", words[2:]).params  # type: ignore[attr-defined]
+    names = {"sparsity", "preset", "override", *(f.name for f in fields(Recipe))} - {"overrides"}
+    assert make_recipe(**{name: given[name] for name in names}) == recipe
+
+
+def _recipe_in(lines: str) -> Recipe:
+    """The recipe that a program of three lines makes."""
+    call = re.search(r"batches, (corp\.Recipe.*\))\)  #", lines)
+    assert call is not None
+    recipe: Recipe = eval(call[1], {"corp": corp})
+    return recipe
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "pruned"
-    corp.save(corp.prune(vit(), images(), Recipe.paper(mlp=0.5, attn=0.5, compensate="none")), folder)
+    result = corp.prune(vit(), images(), Recipe.paper(mlp=0.5, attn=0.5, compensate="none"))
+    with pytest.warns(CorpWarning, match="takes the dense model"):
+        corp.save(result, folder)
     return folder
 
 

@@ -55,8 +55,9 @@ def prune(
     inputs.require_output(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} does not exist")
-    if recipe.sequential is True and stats is not None:
-        raise DataError("--sequential reads the data itself: give --calib instead of --stats")
+    for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
+        if asked and stats is not None:
+            raise DataError(f"--{option} reads the data itself: give --calib instead of --stats")
     require_given(deployment)
     settings = collection.settings()
     known = None if stats is None else inputs.read_statistics(source, stats)

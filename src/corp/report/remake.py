@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from corp.planning.plan import Plan
-from corp.recipe import Recipe
+from corp.recipe import PRESETS, Recipe
 
 INTERCEPTS = {True: "yes", False: "no"}
+SWITCHES = ("sequential", "equal_heads")  # options without a value
 
 
 def remake(
@@ -32,13 +33,16 @@ def remake(
 
 def python_lines(name: str, identity: Mapping[str, Any] | None, plan: Plan) -> str:
     """The three-line program; `identity` is how timm builds the dense model, None for one of the user's own."""
-    fields = ", ".join(f"{key}={value!r}" for key, value in changed(plan.recipe).items())
+    preset = nearest_preset(plan.recipe)
+    fields = [f"{key}={value!r}" for key, value in changed(plan.recipe, preset).items()]
+    maker = {"best": "Recipe(", "paper": "Recipe.paper("}.get(preset, "Recipe.preset(")
+    given = ", ".join(fields if preset in ("best", "paper") else [repr(preset), *fields])
     return "\n".join(
         [
             "import corp" if identity is None else "import corp, timm",
             "",
             f"model = {_creation(identity)}",
-            f"result = corp.prune(model, batches, corp.Recipe({fields}))  # batches: {plan.samples} samples",
+            f"result = corp.prune(model, batches, corp.{maker}{given}))  # batches: {plan.samples} samples",
             f"corp.save(result, {name!r})",
         ]
     )
@@ -55,9 +59,15 @@ def _creation(identity: Mapping[str, Any] | None) -> str:
 def command_line(name: str, identity: Mapping[str, Any], plan: Plan) -> str:
     """`corp prune` with the options that differ from their defaults."""
     words = ["corp", "prune", _full_name(identity), "--calib", "IMAGES", "--samples", str(plan.samples)]
-    for key, value in changed(plan.recipe).items():
+    preset = nearest_preset(plan.recipe)
+    words += ["--preset", preset] if preset != "best" else []
+    for key, value in changed(plan.recipe, preset).items():
+        option = "override" if key == "overrides" else key.replace("_", "-")
+        if key in SWITCHES:
+            words.append(f"--{option}" if value else f"--no-{option}")
+            continue
         for text in _option_values(key, value):
-            words += [f"--{'override' if key == 'overrides' else key.replace('_', '-')}", text]
+            words += [f"--{option}", text]
     return shlex.join([*words, "-o", name])
 
 
@@ -79,9 +89,14 @@ def _text(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)  # a range of sparsities
 
 
-def changed(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a recipe that differ from their defaults."""
-    default = Recipe().to_dict()
+def nearest_preset(recipe: Recipe) -> str:
+    """The preset from which the fewest fields differ."""
+    return min(PRESETS, key=lambda name: len(changed(recipe, name)))
+
+
+def changed(recipe: Recipe, preset: str = "best") -> dict[str, Any]:
+    """The fields of a recipe that differ from those of a preset."""
+    default = Recipe.preset(preset).to_dict()
     return {key: value for key, value in recipe.to_dict().items() if value != default[key]}
 
 
