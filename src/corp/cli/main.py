@@ -19,6 +19,7 @@ from corp.cli.export import export
 from corp.cli.inspect import inspect
 from corp.cli.merge import merge
 from corp.cli.plan import plan
+from corp.cli.probe import probe
 from corp.cli.prune import prune
 from corp.cli.report import report
 from corp.cli.sweep import sweep
@@ -36,6 +37,7 @@ app.command()(calibrate)
 app.command()(merge)
 app.command()(sweep)
 app.command("eval")(evaluate)
+app.command()(probe)
 app.command()(analyze)
 app.command()(bench)
 app.command()(export)
