@@ -1,6 +1,6 @@
 """A frozen backbone under a head of your own: fit the head once on the dense backbone, then prune the backbone.
 
-Two linear heads on patch tokens, fitted by least squares to features of the dense backbone and judged on other images
+Two linear heads on patch tokens, fitted in closed form to features of the dense backbone and judged on other images
 with the dense backbone and with pruned ones. Nothing has to be downloaded, because the targets come with the images:
 
 - 'depth' is a function of a patch's brightness. Such a plain property survives pruning: here it is read from pruned
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 import corp
 from corp.data import digits
-from corp.evaluate.dense import Depth, Segmentation, evaluate_head, patch_map
+from corp.evaluate.dense import Depth, Segmentation, evaluate_maps
+from corp.evaluate.heads import HeadInfo, WithHead
+from corp.evaluate.probe import fit_head
 
 ANIMALS_BELOW = 2_600_000  # WordNet numbers people and animals before things
 
@@ -64,26 +66,13 @@ def photographs(vision: Path) -> tuple[nn.Module, Tensor, Examples, Examples]:
     return model, images[::3], fit, held_out
 
 
-def linear_head(features: Tensor, targets: Tensor) -> nn.Conv2d:
-    """The least-squares map from features (N, C, h, w) to targets (N, h, w, K), as a 1 x 1 convolution."""
-    x = features.movedim(1, -1).flatten(0, 2).double()  # (tokens, C)
-    x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-    weights = torch.linalg.lstsq(x, targets.flatten(0, 2).double()).solution  # (C + 1, K)
-    head = nn.Conv2d(features.shape[1], targets.shape[-1], 1)
-    with torch.no_grad():
-        head.weight.copy_(weights[:-1].mT[..., None, None])
-        head.bias.copy_(weights[-1])
-    return head
-
-
 def main() -> None:
     assets = os.environ.get("CORP_ASSETS")
     dense, calibration, fit, held_out = photographs(Path(assets) / "vision") if assets else handwritten_digits()
-    with torch.no_grad():
-        features = torch.cat([patch_map(dense, batch) for batch in fit.images.split(32)])
     classes = int(fit.classes.max()) + 1
-    depth_head = linear_head(features, fit.depth[..., None])
-    class_head = linear_head(features, nn.functional.one_hot(fit.classes, classes))
+    images, depths, labels = (tensor.split(32) for tensor in fit)
+    depth_head = fit_head(dense, list(zip(images, depths, strict=True)), HeadInfo("depth")).head
+    class_head = fit_head(dense, list(zip(images, labels, strict=True)), HeadInfo(), classes=classes).head
 
     stats = corp.calibrate(dense, calibration.split(32))
     backbones = {"dense": dense}
@@ -98,9 +87,11 @@ def main() -> None:
     images, depths, labels = (tensor.split(32) for tensor in held_out)
     print("backbone        RMSE  delta1    mIoU")
     for name, backbone in backbones.items():
-        depth = evaluate_head(backbone, depth_head, zip(images, depths, strict=True), Depth()).result()
-        regions = evaluate_head(backbone, class_head, zip(images, labels, strict=True), Segmentation(classes)).result()
-        print(f"{name:12}  {depth['rmse']:6.3f}  {depth['delta1']:6.3f}  {regions['miou']:6.3f}")
+        of_depth, of_classes = WithHead(backbone, depth_head), WithHead(backbone, class_head)
+        depth = evaluate_maps(of_depth, zip(images, depths, strict=True), Depth()).estimates()
+        regions = evaluate_maps(of_classes, zip(images, labels, strict=True), Segmentation(classes)).estimates()
+        numbers = (depth["rmse"].value, depth["delta1"].value, regions["miou"].value)
+        print(f"{name:12}  " + "  ".join(f"{number:6.3f}" for number in numbers))
 
 
 if __name__ == "__main__":

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 import corp
-from corp.data.dense import DensePairs, find_pairs, read_target, whole_image
 from corp.evaluate.classify import Score
-from corp.evaluate.dense import Depth, Segmentation, evaluate_head, patch_map
 from corp.evaluate.features import Features, Likeness, tapped
 from corp.evaluate.run import Contender, judged, side_by_side
 from corp.measure.intervals import Interval, Mean, paired_difference, wilson
@@ -186,134 +182,3 @@ def test_models_come_back_in_the_mode_they_came_in() -> None:
     assert score.agreeing == 4
     assert model.training
     assert model[1].training
-
-
-def test_depth_equals_a_loop_over_pixels() -> None:
-    prediction = torch.rand(3, 1, 4, 5) * 3 - 0.3  # some below zero
-    target = torch.rand(3, 4, 5) * 3
-    target[0, 0, 0], target[1, 2, 3], target[2, 1, 1] = 0.0, -1.0, float("nan")  # no depth there
-    metric = Depth()
-    metric.add(prediction[:1], target[:1])
-    metric.add(prediction[1:], target[1:])
-    squares, near = [], []
-    for p, t in zip(prediction.flatten().tolist(), target.flatten().tolist(), strict=True):
-        if t > 0:
-            squares.append((p - t) ** 2)
-            near.append(p > 0 and max(p / t, t / p) < 1.25)
-    assert len(squares) == 57
-    assert metric.result() == pytest.approx({"rmse": np.mean(squares) ** 0.5, "delta1": np.mean(near)}, rel=1e-5)
-
-
-def test_miou_equals_sets_of_pixels() -> None:
-    logits, target = torch.randn(3, 5, 6, 6), torch.randint(0, 4, (3, 6, 6))
-    logits[:, 4] = -9  # class 4 is neither there nor predicted
-    target[0, :2] = 255
-    metric = Segmentation(5)
-    metric.add(logits[:2], target[:2])
-    metric.add(logits[2:], target[2:])
-    counted = [i for i, t in enumerate(target.flatten().tolist()) if t != 255]
-    predicted = logits.argmax(1).flatten().tolist()
-    ratios = []
-    for k in range(4):
-        there = {i for i in counted if target.flatten()[i] == k}
-        found = {i for i in counted if predicted[i] == k}
-        ratios.append(len(there & found) / len(there | found))
-    assert metric.result()["miou"] == pytest.approx(np.mean(ratios))
-
-
-def test_odd_dense_targets_and_heads_are_errors() -> None:
-    with pytest.raises(corp.CorpError, match="label 7 is not one of 3 classes"):
-        Segmentation(3).add(torch.zeros(1, 3, 2, 2), torch.full((1, 2, 2), 7))
-    with pytest.raises(corp.CorpError, match="head gives 4 classes, 3 were announced"):
-        Segmentation(3).add(torch.zeros(1, 4, 2, 2), torch.zeros(1, 2, 2))
-    with pytest.raises(corp.CorpError, match="one channel, this one 2"):
-        Depth().add(torch.zeros(1, 2, 2, 2), torch.ones(1, 2, 2))
-    with pytest.raises(corp.CorpError, match="not finite"):
-        Depth().add(torch.full((1, 1, 2, 2), math.inf), torch.ones(1, 2, 2))
-    with pytest.raises(corp.CorpError, match="no pixel has a depth"):
-        Depth().result()
-    with pytest.raises(corp.CorpError, match="no pixel has a label"):
-        Segmentation(3).result()
-    with pytest.raises(corp.CorpError, match="no forward_features"):
-        patch_map(nn.Linear(2, 2), torch.zeros(1, 3, 4, 4))
-    with pytest.raises(corp.CorpError, match="no pairs"):
-        evaluate_head(nn.Linear(2, 2), nn.Identity(), [], Depth())
-
-
-class Pixels(nn.Module):
-    """A backbone whose patch tokens are the pixels themselves, behind two prefix tokens."""
-
-    num_prefix_tokens = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(2).mT  # (B, h w, 3)
-        return torch.cat([torch.full_like(tokens[:, :2], 9.0), tokens], 1) * self.scale
-
-
-def test_the_map_of_patches_is_the_image_also_when_it_is_not_square() -> None:
-    x = torch.randn(2, 3, 4, 6)
-    torch.testing.assert_close(patch_map(Pixels(), x), x)
-    backbone = build("dinov2-registers")
-    assert patch_map(backbone, images(1, 2)[0]).shape == (2, 24, 4, 4)
-    Pixels.num_prefix_tokens = 1
-    try:
-        with pytest.raises(corp.CorpError, match="do not fill a grid"):
-            patch_map(Pixels(), x)
-    finally:
-        Pixels.num_prefix_tokens = 2
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_folder_of_images_and_targets_goes_through_backbone_and_head(tmp_path: Path, parallel: bool) -> None:
-    inputs, targets = tmp_path / "in" / "a", tmp_path / ("out" if parallel else "in") / "a"
-    inputs.mkdir(parents=True)
-    targets.mkdir(parents=True, exist_ok=True)
-    for i in range(3):
-        pixels = np.random.default_rng(i).integers(30, 255, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(inputs / f"{i}.bmp")
-        np.save(targets / f"{i}.npy", pixels[..., 0].astype(np.float32) / 255)
-    Image.fromarray(np.zeros((4, 4), dtype=np.uint8)).save(targets / "2.png")  # .npy comes first
-    pairs = find_pairs(tmp_path / "in", tmp_path / "out" if parallel else None)
-    assert [(image.name, target.name) for image, target in pairs] == [(f"{i}.bmp", f"{i}.npy") for i in range(3)]
-    red = nn.Conv2d(3, 1, 1, bias=False)
-    nn.init.constant_(red.weight, 0.0)
-    red.weight.data[0, 0] = 1.0  # knows the answer: the red channel
-    loaded = DensePairs(pairs, whole_image((4, 4), (0.0,) * 3, (1.0,) * 3), batch_size=2)
-    assert [len(x) for x, _ in loaded] == [2, 1]
-    assert evaluate_head(Pixels(), red, loaded, Depth()).result() == pytest.approx({"rmse": 0, "delta1": 1}, abs=1e-6)
-
-
-def test_label_maps_keep_their_size_and_predictions_are_resized(tmp_path: Path) -> None:
-    for i, size in enumerate([(4, 4), (8, 8)]):
-        Image.fromarray(np.full((*size, 3), 255, dtype=np.uint8)).save(tmp_path / f"{i}.jpg")
-        labels = np.ones(size, dtype=np.uint8)
-        labels[0, 0] = 255
-        Image.fromarray(labels).save(tmp_path / f"{i}.png")
-    loaded = DensePairs(find_pairs(tmp_path), whole_image((4, 4), (0.0,) * 3, (1.0,) * 3))
-    assert [tuple(target.shape) for _, target in loaded] == [(1, 4, 4), (1, 8, 8)]
-    head = nn.Conv2d(3, 2, 1)
-    head.weight.data.zero_()
-    head.bias.data.copy_(torch.tensor([0.0, 1.0]))  # always says class 1
-    metric = evaluate_head(Pixels(), head, loaded, Segmentation(2))
-    assert metric.result() == {"miou": 1.0}
-    assert int(metric.confusion.sum()) == 15 + 63
-
-
-def test_missing_and_odd_targets_are_errors(tmp_path: Path) -> None:
-    Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)).save(tmp_path / "x.jpg")
-    with pytest.raises(corp.CorpError, match="1 of 1 images have no target"):
-        find_pairs(tmp_path)
-    Image.fromarray(np.zeros((4, 4, 3), dtype=np.uint8)).save(tmp_path / "x.png")
-    with pytest.raises(corp.CorpError, match="one number per pixel"):
-        read_target(tmp_path / "x.png")
-    (tmp_path / "x.npy").write_text("no array")
-    with pytest.raises(corp.CorpError, match="cannot be read as a map"):
-        read_target(tmp_path / "x.npy")
-    (tmp_path / "x.jpg").write_text("no image")
-    np.save(tmp_path / "x.npy", np.ones((4, 4)))
-    with pytest.raises(corp.CorpError, match="cannot be decoded"):
-        list(DensePairs(find_pairs(tmp_path), whole_image((4, 4), (0.0,) * 3, (1.0,) * 3)))

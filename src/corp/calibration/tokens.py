@@ -17,10 +17,12 @@ def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None = None) -> Tensor | None:
-    """(B, n, D) -> (m, D): `tokens` of every sample's real ones, spread evenly, shifted from sample to sample.
+    """(B, n, D) -> (m, D): `tokens` of every sample's real ones, one from each of as many equal stretches.
 
-    Which ones depends on the sample and its index alone, not on how samples are batched, padded or shared out to
-    workers. None means all; samples that are shorter than `tokens` give all they have.
+    Where in its stretch a token lies differs from stretch to stretch and from sample to sample: patches come row by
+    row, so equal steps could take one column of an image and nothing else. Which ones depends on the sample and its
+    index alone, not on how samples are batched, padded or shared out to workers. None means all; samples that are
+    shorter than `tokens` give all they have.
     """
     if x.dim() != 3 or tokens == 0:
         return None
@@ -28,9 +30,10 @@ def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None
     lengths = torch.full((B, 1), n) if mask is None else mask.sum(1, keepdim=True).cpu()  # (B, 1)
     if tokens >= int(lengths.max()):
         return None
-    offset = torch.arange(first_sample, first_sample + B, dtype=torch.float64)[:, None] * GOLDEN % 1  # (B, 1)
-    position = (torch.arange(tokens, dtype=torch.float64) + offset) * (lengths / tokens)  # (B, m), in [0, length)
-    chosen = torch.minimum(position.long(), lengths - 1)
+    bounds = torch.arange(tokens + 1) * lengths // tokens  # (B, m + 1): where stretches begin and end
+    order = torch.arange(first_sample, first_sample + B)[:, None] + torch.arange(tokens)  # (B, m)
+    within = order.double() * GOLDEN % 1 * (bounds[:, 1:] - bounds[:, :-1])
+    chosen = bounds[:, :-1] + within.long()
     short = lengths <= tokens
     chosen = torch.where(short, torch.arange(tokens), chosen)
     valid = ~short | (chosen < lengths)  # (B, m)

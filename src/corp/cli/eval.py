@@ -1,4 +1,4 @@
-"""corp eval: what several models do on the same data, side by side: images or texts, whichever they take."""
+"""corp eval: what several models do on the same data, side by side: images, maps or texts, whichever they take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from corp.cli import eval_images, eval_text
+from corp.cli import eval_dense, eval_images, eval_text
 from corp.cli import options as o
 from corp.cli.console import command, show_json
 from corp.cli.models import IMAGE, kind_of
@@ -35,6 +35,17 @@ def evaluate(
             help="How many images, documents or packed sequences, drawn by --seed.", min=1, show_default="all"
         ),
     ] = None,
+    task: Annotated[str | None, typer.Option(help="Maps: segmentation or depth.", show_default="the head's")] = None,
+    head: Annotated[
+        Path | None, typer.Option(help="Maps: a head for the backbones (.safetensors), as corp probe makes.")
+    ] = None,
+    image_size: Annotated[
+        str | None, typer.Option(help="Maps: HEIGHTxWIDTH; images are not cropped.", show_default="the head's")
+    ] = None,
+    ignore: Annotated[
+        int | None, typer.Option(help="Maps: the label of unlabelled pixels.", show_default="the head's, or 255")
+    ] = None,
+    depth_scale: Annotated[float, typer.Option(help="Maps: units per metre of depths; millimetres: 1000.")] = 1.0,
     text_field: o.TextField = "text",
     seq_len: o.SeqLen = None,
     tokenizer: o.Tokenizer = None,
@@ -55,13 +66,20 @@ def evaluate(
     max_bad: o.MaxBad = 0.05,
     json: o.Json = False,
 ) -> None:
-    """Measure MODELS: accuracy on images, perplexity on texts, and closeness to the dense model where there is one."""
+    """Measure MODELS: accuracy, mIoU or depth errors on images, perplexity on texts, closeness to the dense model."""
     loaded = load_all([dense, *models] if dense else models, weights, device, dtype)
     kind = common_kind(loaded)
     if kind == IMAGE:
         _refuse_text_options(stride, per_document, sts, tasks)
         if not data:
             raise DataError("no data: give a folder of images with --data")
+        if eval_dense.is_dense(loaded, task, head):
+            maps = eval_dense.Options(
+                task, head, data, labels, image_size, ignore, depth_scale, samples, batch_size, seed, max_bad
+            )
+            content, rows_of_maps = eval_dense.evaluate_dense(loaded, maps)
+            show_json(content) if json else eval_dense.show_dense(content, rows_of_maps)
+            return
         content, images = eval_images.evaluate_images(loaded, data, labels, samples, batch_size, seed, max_bad)
         show_json(content) if json else eval_images.show_images(content, images)
         return

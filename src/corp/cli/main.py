@@ -63,7 +63,13 @@ COMMANDS = {
         (
             "corp eval small/ --dense deit_tiny_patch16_224 --data labelled/",
             "corp eval hf:opt-125m/ small/ --data test.txt",
+            "corp eval small/ --dense vit_small_patch14_dinov2 --head head.safetensors --data scenes/",
         ),
+    ),
+    "probe": Entry(
+        "probe:probe",
+        "Fit a linear head for segmentation or depth on a frozen backbone, in closed form.",
+        ("corp probe vit_small_patch14_dinov2 --data scenes/ --image-size 336x448 -o head.safetensors",),
     ),
     "analyze": Entry(
         "analyze:analyze",

@@ -1,4 +1,4 @@
-"""Images with a target per pixel: `x.jpg` and `x.npy` (depth) or `x.png` (classes), beside it or in a second folder."""
+"""Images with a number per pixel: classes (.png, indices or palette) or depths (.npy, .png), found by their names."""
 
 from __future__ import annotations
 
@@ -14,31 +14,57 @@ from torch import Tensor
 from corp.data.images import Transform, list_images, open_image
 from corp.errors import DataError
 
+IMAGES, MAPS = "images", ("labels", "annotations", "masks", "depths", "depth")  # folders of one layout
+SUFFIX = "annot"  # of the folder of maps in the other: train/ and trainannot/
+
 
 def find_pairs(folder: str | Path, targets: str | Path | None = None) -> list[tuple[Path, Path]]:
-    """(image, target) of every image below `folder`; targets lie beside the images or, same paths, below `targets`."""
-    root, images = Path(folder), list_images([folder])
-    if targets is None:  # then x.png is the target of x.jpg, not an image
-        others = {path.with_suffix("") for path in images if path.suffix != ".png"}
-        images = [path for path in images if path.suffix != ".png" or path.with_suffix("") not in others]
-    base = root if targets is None else Path(targets)
-    found = [(path, _target(path, base / path.relative_to(root))) for path in images]
+    """(image, map) of every image below `folder`; see `match_maps`. An image without a map is an error."""
+    found = match_maps(folder, targets)
     missing = [path for path, target in found if target is None]
     if missing:
         raise DataError(
-            f"{len(missing)} of {len(found)} images have no target, such as {missing[0]}: "
-            f"looked for {missing[0].stem}.npy and {missing[0].stem}.png below {base}"
+            f"{len(missing)} of {len(found)} images have no map, such as {missing[0]}: looked for "
+            f"{missing[0].stem}.npy and .png beside it, in {IMAGES}/ with {MAPS[0]}/, and in X/ with X{SUFFIX}/"
         )
     return [(path, target) for path, target in found if target is not None]
 
 
-def _target(image: Path, place: Path) -> Path | None:
+def match_maps(folder: str | Path, targets: str | Path | None = None) -> list[tuple[Path, Path | None]]:
+    """Every image with its map of the same name, or None.
+
+    Maps are below `targets`; else in labels/ beside images/, in Xannot/ beside X/, or beside the images themselves.
+    """
+    root, maps = (Path(folder), Path(targets)) if targets is not None else _layout(Path(folder))
+    images = list_images([root])
+    if maps == root:  # then x.png is the map of x.jpg, not an image
+        others = {path.with_suffix("") for path in images if path.suffix != ".png"}
+        images = [path for path in images if path.suffix != ".png" or path.with_suffix("") not in others]
+    return [(path, _map_of(path, maps / path.relative_to(root))) for path in images]
+
+
+def _layout(root: Path) -> tuple[Path, Path]:
+    """The folders of the images and of the maps; both `root` where the names say nothing else."""
+    children = sorted(child for child in root.iterdir() if child.is_dir()) if root.is_dir() else []
+    candidates = [
+        *((root / IMAGES, root / name) for name in MAPS),
+        (root, root.with_name(root.name + SUFFIX)),
+        *((child, root / f"{child.name}{SUFFIX}") for child in children),
+    ]
+    found = [(images, maps) for images, maps in candidates if images.is_dir() and maps.is_dir()]
+    if len(found) > 1:
+        told = ", ".join(f"{images.name}/ + {maps.name}/" for images, maps in found)
+        raise DataError(f"{root} holds more than one set of images and maps ({told}); give the folder of one of them")
+    return found[0] if found else (root, root)
+
+
+def _map_of(image: Path, place: Path) -> Path | None:
     candidates = (place.with_suffix(suffix) for suffix in (".npy", ".png"))
     return next((path for path in candidates if path != image and path.is_file()), None)
 
 
 def read_target(path: Path) -> Tensor:
-    """A map (H, W): numbers of a .npy file, or class indices of a one-channel .png."""
+    """A map (H, W): numbers of a .npy file, or the values or palette indices of a one-channel .png."""
     try:
         if path.suffix == ".npy":
             content = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a lying header allocates nothing
@@ -49,39 +75,62 @@ def read_target(path: Path) -> Tensor:
         raise DataError(f"{path} cannot be read as a map of numbers: {error}") from error
     if content.ndim != 2 or content.dtype.kind not in "fiub":
         raise DataError(
-            f"{path} holds {content.dtype} {content.shape}; a target is one number per pixel, (height, width)"
+            f"{path} holds {content.dtype} {content.shape}; a map has one number per pixel, (height, width)"
         )
     return torch.from_numpy(content.astype(np.float64 if content.dtype.kind == "f" else np.int64))
 
 
-def whole_image(size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> Transform:
-    """Resize without cropping, and normalise: a crop would show the model another view than the target's."""
+class WholeImage:
+    """Resizes without cropping, and normalises: a crop would show the model another view than the map's."""
 
-    def transform(image: Image.Image) -> Tensor:
-        resized = image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    def __init__(self, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> None:
+        self.size, self.mean, self.std = tuple(size), tuple(mean), tuple(std)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        height, width = self.size
+        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.array(resized, dtype=np.float32) / 255).movedim(-1, 0)  # (3, h, w)
-        return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+        return (pixels - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
 
-    return transform
+    def __str__(self) -> str:
+        return f"whole image, bicubic to {self.size}, mean {self.mean}, std {self.std}"
 
 
 class DensePairs(Iterable[tuple[Tensor, Tensor]]):
-    """Batches (images (B, 3, h, w), targets (B, H, W)); neighbours whose targets differ in size go apart."""
+    """Batches (images (B, 3, h, w), maps (B, H, W)); neighbours whose maps differ in size go apart.
 
-    def __init__(self, pairs: Sequence[tuple[Path, Path]], transform: Transform, *, batch_size: int = 16) -> None:
+    Depths are divided by `scale`, the units per metre: 1000 for millimetres.
+    """
+
+    def __init__(
+        self, pairs: Sequence[tuple[Path, Path]], transform: Transform, *, batch_size: int = 16, scale: float = 1.0
+    ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size}: must be at least 1")
-        self.pairs, self.transform, self.batch_size = list(pairs), transform, batch_size
+        if not 0 < scale < float("inf"):
+            raise DataError(f"scale={scale}: depths are divided by it, so it must be above 0")
+        self.pairs, self.transform, self.batch_size, self.scale = list(pairs), transform, batch_size, scale
+
+    @property
+    def samples(self) -> int:
+        return len(self.pairs)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        read = ((self._image(image), read_target(target)) for image, target in self.pairs)
-        for _, alike in groupby(read, key=lambda pair: pair[1].shape):
+        for _, alike in groupby((self._pair(*pair) for pair in self.pairs), key=lambda pair: pair[1].shape):
             while batch := list(islice(alike, self.batch_size)):
                 images, targets = zip(*batch, strict=True)
                 yield torch.stack(images), torch.stack(targets)
 
-    def _image(self, path: Path) -> Tensor:
+    def _pair(self, path: Path, place: Path) -> tuple[Tensor, Tensor]:
         try:
-            return self.transform(open_image(path))
+            image = open_image(path)
+            made = self.transform(image)
         except Exception as error:  # Pillow raises almost anything on damaged files
             raise DataError(f"{path} cannot be decoded: {error}") from error
+        target = read_target(place)
+        if tuple(target.shape) != (image.height, image.width):
+            raise DataError(
+                f"{place} is {target.shape[1]} x {target.shape[0]}, its image {image.width} x {image.height}: a map "
+                "has one number per pixel of its image; resize it, classes by the nearest neighbour"
+            )
+        return made, target if self.scale == 1 else target / self.scale

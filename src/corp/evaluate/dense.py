@@ -1,130 +1,212 @@
-"""A frozen backbone under the user's own head: depth and segmentation, per pixel, in streaming sums."""
+"""Scores of maps, depth and segmentation, pooled over pixels with intervals over images: pixels of one are alike."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from math import sqrt
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import evaluating, move
-from corp.errors import DataError, ModelError
+from corp.calibration.batches import evaluating, move, placement
+from corp.errors import CorpWarning, DataError, ModelError
+from corp.evaluate.heads import DEPTH, IGNORE
+from corp.measure.intervals import Interval, Z
 
-DELTA = 1.25  # depth within this factor of the truth counts as right
-IGNORE = 255  # pixels that nobody labelled, by the convention of PASCAL VOC and Cityscapes
+DELTA = 1.25  # depth within this factor of the truth counts as right; δ2 and δ3 take its square and cube
+NOTHING = -1  # is ignored in the maps of a model, which knows no unlabelled pixels
+FAR_OFF = 30  # between median depths: no model is that wrong, but units are
 
 
-class DenseMetric(Protocol):
-    """Sums over pixels."""
+class Estimate(NamedTuple):
+    """A number, and to first order how much of its deviation each image is responsible for."""
+
+    value: float
+    influence: Tensor  # (N,)
+
+    def __sub__(self, other: Estimate) -> Estimate:
+        """The difference over the same images, so that what is hard for both does not widen its interval."""
+        return Estimate(self.value - other.value, self.influence - other.influence)
+
+    def interval(self) -> Interval:
+        n = len(self.influence)
+        if n < 2:
+            return Interval(self.value, None, None)
+        half = Z * sqrt(n / (n - 1) * float(self.influence.square().sum()))
+        return Interval(self.value, self.value - half, self.value + half)
+
+
+def pooled(parts: Tensor, wholes: Tensor) -> Estimate:
+    """The mean over ratios r of sum_i parts / sum_i wholes, both (N, R); ratios of an empty whole do not count."""
+    total = wholes.sum(0)  # (R,)
+    there = total > 0
+    x, n, total = parts[:, there].double(), wholes[:, there].double(), total[there].double()
+    ratios = x.sum(0) / total
+    return Estimate(float(ratios.mean()), ((x - ratios * n) / total).mean(1))
+
+
+class MapMetric(Protocol):
+    """Sums per image."""
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
-        """The head's output (B, K, H, W) and the target (B, H, W)."""
+        """Add predicted maps (B, K, h, w), which are resized to the targets (B, H, W)."""
 
-    def result(self) -> dict[str, float]:
-        """The numbers, over all pixels so far."""
+    def estimates(self) -> dict[str, Estimate]:
+        """The scores over all images so far."""
 
 
 class Depth:
-    """RMSE and delta1: the share of pixels with max(p/t, t/p) < 1.25. Targets <= 0 or not finite are not counted."""
+    """RMSE, absolute relative error and δ1–δ3: the share of pixels with max(p/t, t/p) < 1.25, 1.25², 1.25³.
+
+    Targets <= 0 or not finite do not count.
+    """
 
     def __init__(self) -> None:
-        self.pixels, self.squares, self.near = 0, 0.0, 0
+        self.rows: list[Tensor] = []  # per image (6,): squared and relative errors, three counts, pixels
+        self.medians: list[tuple[float, float]] = []
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
         if prediction.shape[1] != 1:
             raise ModelError(f"a depth head has one channel, this one {prediction.shape[1]}")
-        p, t = prediction[:, 0].cpu().double(), target.cpu().double()  # (B, H, W)
-        valid = torch.isfinite(t) & (t > 0)
-        p, t = p[valid], t[valid]  # (pixels,)
+        for p, t in zip(fitted(prediction, target)[:, 0].double(), target.to(prediction.device).double(), strict=True):
+            valid = torch.isfinite(t) & (t > 0)
+            self._add_image(p[valid], t[valid])
+
+    def _add_image(self, p: Tensor, t: Tensor) -> None:
+        """Predicted and true depths of an image's valid pixels, (pixels,) each."""
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"{int((~torch.isfinite(p)).sum())} of {len(p)} predicted depths are not finite")
-        self.pixels += len(t)
-        self.squares += float((p - t).square().sum())
+        error = p - t
         # Both ratios below the bound, without dividing by a predicted zero; no negative depth is near.
-        self.near += int(((p < DELTA * t) & (t < DELTA * p)).sum())
+        near = [((p < bound * t) & (t < bound * p)).sum() for bound in (DELTA, DELTA**2, DELTA**3)]
+        sums = [error.square().sum(), (error.abs() / t).sum(), *near]
+        self.rows.append(torch.tensor([*map(float, sums), float(len(t))], dtype=torch.float64))
+        if len(t):
+            self.medians.append((float(p.median()), float(t.median())))
 
-    def result(self) -> dict[str, float]:
-        if not self.pixels:
+    def estimates(self) -> dict[str, Estimate]:
+        rows = torch.stack(self.rows) if self.rows else torch.zeros(0, 6, dtype=torch.float64)
+        pixels = rows[:, 5:]
+        if not bool((pixels > 0).any()):
             raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
-        return {"rmse": (self.squares / self.pixels) ** 0.5, "delta1": self.near / self.pixels}
+        self._warn_of_units()
+        square = pooled(rows[:, :1], pixels)
+        rmse = sqrt(square.value)
+        found = {"rmse": Estimate(rmse, square.influence / (2 * rmse) if rmse else square.influence)}
+        names = ("abs_rel", "delta1", "delta2", "delta3")
+        return found | {name: pooled(rows[:, i : i + 1], pixels) for i, name in enumerate(names, 1)}
+
+    def _warn_of_units(self) -> None:
+        p, t = torch.tensor(self.medians, dtype=torch.float64).median(0).values.tolist()
+        if t > FAR_OFF * max(p, 0.0) or p > FAR_OFF * t:
+            warnings.warn(
+                f"the median depth is {t:.4g} in the maps and {p:.4g} in the predictions: are both in metres? "
+                "Maps in millimetres need a depth scale of 1000",
+                CorpWarning,
+                stacklevel=3,
+            )
 
 
 class Segmentation:
-    """Mean over classes of intersection over union; classes that are neither there nor predicted do not count."""
+    """Mean intersection over union of the classes that are there or predicted, and pixel accuracy.
+
+    A head of one channel separates foreground (1) from background (0) at a probability of one half; its score is the
+    intersection over union of the foreground.
+    """
 
     def __init__(self, classes: int, ignore: int = IGNORE) -> None:
         if classes < 1:
             raise DataError(f"classes={classes}: at least one class is needed")
-        self.classes, self.ignore = classes, ignore
-        self.confusion = torch.zeros(classes, classes, dtype=torch.int64)  # (target, predicted)
+        self.channels, self.classes, self.ignore = classes, max(classes, 2), ignore
+        self.rows: list[Tensor] = []  # per image (3, classes): intersections, predicted pixels, labelled pixels
+
+    def labels(self, prediction: Tensor) -> Tensor:
+        """(B, K, H, W) -> (B, H, W), the predicted class of every pixel."""
+        if prediction.shape[1] != self.channels:
+            raise ModelError(f"the head gives {prediction.shape[1]} classes, {self.channels} were announced")
+        return prediction.argmax(1) if self.channels > 1 else (prediction[:, 0] > 0).long()
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
-        if prediction.shape[1] != self.classes:
-            raise ModelError(f"the head gives {prediction.shape[1]} classes, {self.classes} were announced")
-        p, t = prediction.argmax(1).cpu(), target.cpu().long()  # (B, H, W)
-        counted = t != self.ignore
-        p, t = p[counted], t[counted]  # (pixels,)
+        found = self.labels(fitted(prediction, target))
+        for p, t in zip(found, target.to(found), strict=True):
+            counted = t != self.ignore
+            self._add_image(p[counted], t[counted])
+
+    def _add_image(self, p: Tensor, t: Tensor) -> None:
+        """Predicted and true classes of an image's labelled pixels, (pixels,) each."""
         if len(t) and not 0 <= int(t.min()) <= int(t.max()) < self.classes:
             odd = int(t.min()) if int(t.min()) < 0 else int(t.max())
-            raise DataError(f"label {odd} is not one of {self.classes} classes, nor {self.ignore} (ignored)")
-        flat = torch.bincount(t * self.classes + p, minlength=self.classes**2)
-        self.confusion += flat.view(self.classes, self.classes)
+            raise DataError(
+                f"label {odd} is not one of {self.classes} classes, nor {self.ignore} (ignored); "
+                "the classes are counted from 0"
+            )
+        counts = (torch.bincount(x, minlength=self.classes).cpu() for x in (t[p == t], p, t))
+        self.rows.append(torch.stack(list(counts)))
 
-    def result(self) -> dict[str, float]:
-        both = self.confusion.diag().double()
-        either = self.confusion.sum(0) + self.confusion.sum(1) - self.confusion.diag()
-        seen = either > 0
-        if not bool(seen.any()):
+    def estimates(self) -> dict[str, Estimate]:
+        if not self.rows or not any(bool(row[2].any()) for row in self.rows):
             raise DataError(f"no pixel has a label: all targets are {self.ignore}")
-        return {"miou": float((both[seen] / either[seen]).mean())}
+        both, predicted, labelled = torch.stack(self.rows, 1)  # (N, classes) each
+        either = predicted + labelled - both
+        first = 0 if self.channels > 1 else 1  # of one channel, only the foreground
+        return {
+            "miou": pooled(both[:, first:], either[:, first:]),
+            "pixel_accuracy": pooled(both.sum(1, keepdim=True), labelled.sum(1, keepdim=True)),
+        }
 
 
-M = TypeVar("M", bound=DenseMetric)
+class MapScore:
+    """Scores against label maps, and against the dense model's own maps; both where there are both.
 
-
-def evaluate_head(backbone: nn.Module, head: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]], metric: M) -> M:
-    """Run the head on the backbone's patch features and add every pixel to `metric`, which is also returned.
-
-    pairs: images (B, 3, H, W) with targets (B, H', W') of the same view; predictions are resized to the targets.
+    A Metric of evaluate.run. `truth` and `likeness` are None until something was compared.
     """
-    first = next(backbone.parameters())
+
+    def __init__(self, task: str, ignore: int = IGNORE) -> None:
+        self.task, self.ignore = task, ignore
+        self.truth: MapMetric | None = None
+        self.likeness: MapMetric | None = None
+
+    def add(self, output: Tensor, reference: Tensor | None = None, target: Tensor | None = None) -> None:
+        if target is not None:
+            self.truth = self.truth or self._metric(output.shape[1], self.ignore)
+            self.truth.add(output, target)
+        if reference is not None and reference is not output:
+            if reference.shape[1:] != output.shape[1:]:
+                raise ModelError(f"maps {tuple(output.shape[1:])} differ from the dense {tuple(reference.shape[1:])}")
+            self.likeness = self.likeness or self._metric(output.shape[1], NOTHING)
+            metric = self.likeness
+            own = metric.labels(reference) if isinstance(metric, Segmentation) else reference[:, 0]
+            metric.add(output, own)
+
+    def _metric(self, channels: int, ignore: int) -> MapMetric:
+        return Depth() if self.task == DEPTH else Segmentation(channels, ignore)
+
+
+M = TypeVar("M", bound=MapMetric)
+
+
+def evaluate_maps(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]], metric: M) -> M:
+    """Add the model's maps of all images to `metric`, and return it.
+
+    model: images -> maps (B, K, h, w), such as `WithHead`; pairs: images (B, 3, H, W) with targets (B, H', W') of the
+    same view.
+    """
+    device, dtype = placement(model)
     count = 0
-    with torch.no_grad(), evaluating(backbone), evaluating(head):
+    with torch.no_grad(), evaluating(model):
         for images, targets in pairs:
-            prediction = head(patch_map(backbone, move(images, first.device, first.dtype)))
-            metric.add(_fitted(prediction, targets), targets)
+            metric.add(model(move(images, device, dtype)), targets)
             count += len(images)
     if count == 0:
         raise DataError("nothing was evaluated: there were no pairs (a generator can be used only once)")
     return metric
 
 
-def patch_map(backbone: nn.Module, images: Tensor) -> Tensor:
-    """The patch tokens of forward_features as a map (B, C, h, w); class and register tokens are dropped."""
-    forward_features = getattr(backbone, "forward_features", None)
-    if not callable(forward_features):
-        raise ModelError(f"{type(backbone).__name__} has no forward_features to take patch tokens from")
-    tokens = forward_features(images)  # (B, prefix + h w, C)
-    if not isinstance(tokens, Tensor) or tokens.dim() != 3:
-        raise ModelError(f"forward_features of {type(backbone).__name__} does not give tokens (images, tokens, width)")
-    prefix = int(getattr(backbone, "num_prefix_tokens", 1))
-    patches = tokens.shape[1] - prefix
-    height, width = images.shape[-2:]
-    h = round((patches * height / width) ** 0.5)  # patches are square, so the grid has the image's proportions
-    if h < 1 or patches % h:
-        raise ModelError(
-            f"{tokens.shape[1]} tokens less {prefix} prefix tokens do not fill a grid for {height} x {width} images; "
-            "set num_prefix_tokens on the backbone"
-        )
-    return tokens[:, prefix:].mT.reshape(len(tokens), -1, h, patches // h)
-
-
-def _fitted(prediction: Tensor, targets: Tensor) -> Tensor:
-    """The head's output as (B, K, H', W') at the targets' size."""
-    if prediction.dim() == 3:
-        prediction = prediction[:, None]
-    size = (targets.shape[-2], targets.shape[-1])
+def fitted(prediction: Tensor, target: Tensor) -> Tensor:
+    """The maps (B, K, H', W') in float32, resized bilinearly to the targets' size."""
+    size = (target.shape[-2], target.shape[-1])
     if prediction.shape[-2:] == size:
-        return prediction
+        return prediction.float()
     return nn.functional.interpolate(prediction.float(), size=size, mode="bilinear", align_corners=False)

@@ -1,0 +1,63 @@
+"""corp probe: fit a linear head on a frozen backbone, for corp eval --head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from corp.calibration.batches import placement
+from corp.cli import options as o
+from corp.cli.console import command, note, progress, show_json
+from corp.cli.eval_dense import BATCH, parse_size, sized, whole_image
+from corp.errors import StorageError
+from corp.evaluate.heads import IGNORE, SEGMENTATION, HeadInfo, save_head
+from corp.evaluate.probe import fit_head
+
+
+@command
+def probe(
+    model: o.ModelArg,
+    data: Annotated[list[Path], typer.Option(help="Images with maps: images/ + labels/, or X/ beside Xannot/.")],
+    out: Annotated[Path, typer.Option(help="The head's file (.safetensors).")],
+    task: Annotated[str, typer.Option(help="segmentation or depth.")] = SEGMENTATION,
+    blocks: Annotated[int, typer.Option(help="Read the features of the last BLOCKS blocks.", min=1)] = 1,
+    image_size: Annotated[
+        str | None, typer.Option(help="HEIGHTxWIDTH; images are not cropped.", show_default="the model's own")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(help="How many classes there are.", min=1, show_default="as the maps show")
+    ] = None,
+    ignore: Annotated[int, typer.Option(help="The label of unlabelled pixels.")] = IGNORE,
+    depth_scale: Annotated[float, typer.Option(help="Units per metre in depth maps: 1000 for millimetres.")] = 1.0,
+    weights: o.Weights = None,
+    batch_size: Annotated[int, typer.Option(help="Images per forward pass.", min=1)] = BATCH,
+    device: o.Device = "auto",
+    dtype: o.Dtype = "auto",
+    overwrite: o.Overwrite = False,
+    json: o.Json = False,
+) -> None:
+    """Fit a linear head on MODEL's frozen features, in closed form (ridge regression), and save it."""
+    from corp.data.dense import DensePairs, find_pairs
+
+    info = HeadInfo(task, blocks, ignore, parse_size(image_size))
+    if out.exists() and not overwrite:
+        raise StorageError(f"{out} exists; choose another --out, or give --overwrite")
+    pairs = [pair for folder in data for pair in find_pairs(folder)]
+    backbone = o.place(o.load_model(model, weights), device, dtype)
+    transform = whole_image(model, backbone, image_size, None)
+    sized(backbone, transform.size)
+    info = HeadInfo(task, blocks, ignore, (transform.size[0], transform.size[1]))
+    batches = DensePairs(pairs, transform, batch_size=batch_size, scale=depth_scale)
+    with progress(f"fitting a head on {placement(backbone)[0]}", len(pairs), "images") as advance:
+        found = fit_head(backbone, batches, info, classes=classes, progress=advance)
+    save_head(found.head, info, out, overwrite=overwrite)
+    outputs, width = found.head.weight.shape
+    if json:
+        numbers = {"images": found.images, "ridge": found.ridge, "explained": found.explained}
+        show_json({"head": str(out), "task": task, "outputs": outputs, "width": width, **numbers})
+        return
+    note(f"{found.images} images, {width} features, {outputs} output(s); ridge {found.ridge:g}, chosen on a fifth")
+    note(f"on held-out images it explains {found.explained:.1%} of the targets' variance")
+    note(f"saved {out}; evaluate it with: corp eval {model} --head {out} --data DIR")

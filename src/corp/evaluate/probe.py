@@ -1,0 +1,208 @@
+"""Linear heads on frozen features, fitted in closed form: ridge regression of what each patch shows, in streaming sums.
+
+A patch's target is the share of its labelled pixels that each class has, or their mean depth. Rare classes count more:
+a pixel of class c counts freq_c^-1/2, between plain least squares, which hardly predicts a class of 1 %, and full
+balance, which predicts it everywhere. Newton's method on the logistic loss was no better on CamVid (docs/dense.md).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import evaluating, move, placement
+from corp.errors import CorpWarning, DataError
+from corp.evaluate.heads import DEPTH, LEAST_DEPTH, HeadInfo, LinearHead, patch_map
+from corp.numerics.refit import RIDGES, Correction, GapMoments, choose_ridge, fit_gap, gap_left
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+BALANCE = 0.5  # the power of a class's frequency that its pixels are divided by
+PARTS, HELD = 10, (2, 7)  # consecutive images are alike, so whole tenths of the data are held out, two of them
+DEEPEST = 200.0  # metres; a median depth above that is in other units
+MOST_CLASSES = 1000  # more is a label map of another kind, such as instances or depths
+
+
+class Probe(NamedTuple):
+    """A fitted head, the ridge that did best on held-out images, and what it explains of their targets (R²)."""
+
+    head: LinearHead
+    ridge: float
+    explained: float
+    images: int
+
+
+class Targets(NamedTuple):
+    """What label maps hold, all together: pixels per class (K,), or the median depth of the images' medians."""
+
+    images: int
+    pixels: Tensor | None
+    depth: float | None
+
+
+class WeightedSums:
+    """Sums of weight, w x, w x xᵀ, w y, w y xᵀ and w |y|² over patches, in float64."""
+
+    def __init__(self) -> None:
+        self.weight = self.energy = torch.zeros((), dtype=torch.float64)
+        self.x = self.xx = self.y = self.yx = self.energy
+
+    def update(self, x: Tensor, y: Tensor, w: Tensor) -> None:
+        """Add features x (N, C), targets y (N, K) and weights w (N,)."""
+        x, y, w = x.double(), y.double(), w.double()
+        wx, wy = w[:, None] * x, w[:, None] * y
+        self.weight, self.energy = self.weight + w.sum(), self.energy + (wy * y).sum()
+        self.x, self.y = self.x + wx.sum(0), self.y + wy.sum(0)
+        self.xx, self.yx = self.xx + wx.mT @ x, self.yx + wy.mT @ x
+
+    def __add__(self, other: WeightedSums) -> WeightedSums:
+        both = WeightedSums()
+        for name in vars(both):
+            setattr(both, name, getattr(self, name) + getattr(other, name))
+        return both
+
+    def moments(self, scale: Tensor | None = None) -> GapMoments:
+        """Weighted means and covariances of x / scale and of y."""
+        x, y = self.x / self.weight, self.y / self.weight
+        scale = torch.ones_like(x) if scale is None else scale
+        cov = (self.xx / self.weight - torch.outer(x, x)) / torch.outer(scale, scale)
+        cross = (self.yx / self.weight - torch.outer(y, x)) / scale
+        return GapMoments(x / scale, cov, y, cross, float(self.energy / self.weight - y.square().sum()))
+
+
+def fit_head(
+    backbone: nn.Module,
+    pairs: Pairs,
+    info: HeadInfo,
+    *,
+    classes: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Probe:
+    """Fit a linear head on the features of the last `info.blocks` blocks of a frozen backbone.
+
+    pairs: images (B, 3, H, W) with label maps (B, H', W'), iterable twice: the maps are read first, for the classes and
+    their frequencies. Memory is bounded by the sums, (blocks C)² numbers, whatever the number of images.
+    """
+    targets = _survey(pairs, info, classes)
+    held = {i for i in range(targets.images) if i * PARTS // targets.images in HELD}
+    if not held or len(held) == targets.images:
+        raise DataError(f"{targets.images} image(s) are too few: some fit the head, others choose its ridge; give 10")
+    sums = _collect(backbone, pairs, info, targets.pixels, held, progress)
+    if min(float(part.weight) for part in sums) == 0:
+        raise DataError("no labelled pixel in the images that fit the head, or in those that choose its ridge")
+    return _solved(*sums, info, targets.images)
+
+
+def _solved(fit: WeightedSums, unseen: WeightedSums, info: HeadInfo, images: int) -> Probe:
+    """The head from all sums, with the ridge that serves the unseen images best."""
+    both = fit + unseen
+    scale = both.moments().cov.diagonal().clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+    held = unseen.moments(scale)
+    ridge = choose_ridge(fit.moments(scale), held) or RIDGES[-1]
+    R, c = fit_gap(both.moments(scale), ridge)
+    explained = 1 - gap_left(held, fit_gap(fit.moments(scale), ridge)) / held.energy if held.energy > 0 else 0.0
+    least = LEAST_DEPTH if info.task == DEPTH else None
+    return Probe(_head(Correction(R / scale, c), least), ridge, explained, images)
+
+
+def _head(fit: Correction, least: float | None) -> LinearHead:
+    head = LinearHead(fit.R.shape[1], fit.R.shape[0], least=least)
+    with torch.no_grad():
+        head.weight.copy_(fit.R)
+        head.bias.copy_(fit.c)
+    return head.eval()
+
+
+def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> Targets:
+    """Read the label maps only: how many, and which classes or depths they hold."""
+    images, counts, medians = 0, torch.zeros(0, dtype=torch.int64), []
+    for _, maps in pairs:
+        images += len(maps)
+        if info.task == DEPTH:
+            medians += [float(depth.median()) for one in maps if len(depth := one[one > 0])]
+        else:
+            counts = _added(counts, maps, info.ignore, classes)
+    if not images:
+        raise DataError("no images to fit the head on (a generator can be used only once)")
+    if info.task == DEPTH:
+        return Targets(images, None, _checked_depth(medians))
+    if not bool(counts.any()):
+        raise DataError(f"no pixel has a label: all are {info.ignore}")
+    return Targets(images, nn.functional.pad(counts, (0, (classes or len(counts)) - len(counts))), None)
+
+
+def _added(counts: Tensor, maps: Tensor, ignore: int, classes: int | None) -> Tensor:
+    labels = maps[maps != ignore].long()
+    if not len(labels):
+        return counts
+    low, high = int(labels.min()), int(labels.max())
+    most = classes or MOST_CLASSES
+    if low < 0 or high >= most:
+        odd = low if low < 0 else high
+        raise DataError(
+            f"label {odd} is not one of {most} classes, nor {ignore} (ignored): is this a map of classes, and is "
+            "the label of unlabelled pixels given?"
+        )
+    length = max(len(counts), high + 1)
+    return nn.functional.pad(counts, (0, length - len(counts))) + torch.bincount(labels, minlength=length)
+
+
+def _checked_depth(medians: list[float]) -> float:
+    if not medians:
+        raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
+    depth = float(torch.tensor(medians).median())
+    if depth > DEEPEST:
+        warnings.warn(
+            f"the median depth is {depth:.4g}: are the maps in metres? Millimetres need a depth scale of 1000",
+            CorpWarning,
+            stacklevel=4,
+        )
+    return depth
+
+
+def _collect(
+    backbone: nn.Module,
+    pairs: Pairs,
+    info: HeadInfo,
+    pixels: Tensor | None,
+    held: set[int],
+    progress: Callable[[int], None] | None,
+) -> tuple[WeightedSums, WeightedSums]:
+    """The sums of the images that are fitted, and of those that are held out."""
+    device, dtype = placement(backbone)
+    parts, first = (WeightedSums(), WeightedSums()), 0
+    with torch.no_grad(), evaluating(backbone):
+        for images, maps in pairs:
+            features = patch_map(backbone, move(images, device, dtype), info.blocks).float().cpu()  # (B, C, h, w)
+            y, w = patch_targets(maps, (features.shape[-2], features.shape[-1]), info, pixels)
+            for i, one in enumerate(features):
+                parts[first + i in held].update(one.flatten(1).mT, y[i].flatten(1).mT, w[i].flatten())
+            first += len(images)
+            if progress:
+                progress(len(images))
+    return parts
+
+
+def patch_targets(maps: Tensor, grid: tuple[int, int], info: HeadInfo, pixels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What each patch should give (B, K, h, w) and its weight (B, h, w), from maps (B, H, W)."""
+    if info.task == DEPTH:
+        valid = torch.isfinite(maps) & (maps > 0)
+        values, known = torch.where(valid, maps.double(), 0.0)[:, None], valid.double()[:, None]  # (B, 1, H, W)
+        weight = nn.functional.adaptive_avg_pool2d(known, grid)
+        mean = nn.functional.adaptive_avg_pool2d(values, grid) / weight.clamp(min=torch.finfo(torch.float64).tiny)
+        return mean, weight[:, 0]
+    assert pixels is not None
+    share = nn.functional.adaptive_avg_pool2d(_one_hot(maps.long(), len(pixels), info.ignore), grid)  # (B, K, h, w)
+    balance = (pixels / pixels.sum()).clamp(min=torch.finfo(torch.float32).tiny) ** -BALANCE  # (K,)
+    weighted = share * torch.where(pixels > 0, balance, 0.0).float()[:, None, None]
+    weight = weighted.sum(1)
+    return weighted / weight.clamp(min=torch.finfo(torch.float32).tiny)[:, None], weight
+
+
+def _one_hot(maps: Tensor, classes: int, ignore: int) -> Tensor:
+    """(B, H, W) -> (B, K, H, W); ignored pixels are zero everywhere."""
+    labels = torch.where(maps == ignore, classes, maps)
+    return nn.functional.one_hot(labels, classes + 1)[..., :classes].movedim(-1, 1).float()
