@@ -27,7 +27,7 @@ PROBE = 0.1  # of the tokens are merged in one block alone, to see how much the 
 RISE = 0.4  # the rising rule: from 0.4 to 1.6 times the mean, first block to last
 TILT = 0.5  # a step of tilting multiplies the last block's number by exp(0.5), the first one's by exp(-0.5)
 TILTS = 3  # steps at the most, in either direction
-STEPS = 12  # bisections of the factor
+STEPS = 16  # bisections of the factor: finer than a token
 POWER = 4  # by which a block's own curve is taken to rise with the number of its merged tokens
 WIDTH_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the merged model's operations that widths may leave
 
@@ -89,6 +89,31 @@ def curve_shape(moved: Sequence[float], blocks: int) -> Shape:
     return [one / mean for one in worth]
 
 
+def fitting(merging: Merging, shape: Shape, share: float, cost: Cost, tokens: int) -> Merging:
+    """The fewest merged tokens in this shape that leave at most `share` of the dense model's cost."""
+    low, high = 0.0, float(tokens)
+    if cost(scaled(merging, shape, high, tokens)) > share:
+        raise PlanError(f"merging tokens cannot reach {share:.3f} of the dense model's cost; prune widths too")
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cost(scaled(merging, shape, middle, tokens)) <= share else (middle, high)
+    return scaled(merging, shape, high, tokens)
+
+
+def scaled(merging: Merging, shape: Shape, factor: float, tokens: int) -> Merging:
+    """The merging with `factor` times the shape as its schedule, for samples of `tokens` tokens.
+
+    A block can merge half of the tokens that reach it, and none where it computes only those that are read.
+    """
+    schedule, left = [], tokens - merging.prefix
+    for block, relative in enumerate(shape):
+        last = block + 1 == len(shape)
+        r = 0 if last and merging.read is not None else min(round(factor * relative), left // 2)
+        schedule.append(r)
+        left -= r
+    return replace(merging, schedule=tuple(schedule))
+
+
 def tilt(shape: Shape, by: float) -> Shape:
     """The shape with its last number times exp(by), its first times exp(-by), those between likewise."""
     return [r * math.exp(by * (2 * depth - 1)) for r, depth in zip(shape, _depths(len(shape)), strict=True)]
@@ -121,30 +146,13 @@ class _Trial:
         return self.known[merging.schedule].divergence
 
     def fitting(self, shape: Shape) -> Merging:
-        """The fewest merged tokens in this shape that meet the budget."""
-        low, high = 0.0, float(self.tokens)
-        if self.cost(self.scaled(shape, high)) > self.share:
-            raise PlanError(f"merging tokens cannot reach {self.share:.3f} of the dense model's cost; prune widths too")
-        for _ in range(STEPS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.cost(self.scaled(shape, middle)) <= self.share else (middle, high)
-        return self.scaled(shape, high)
-
-    def scaled(self, shape: Shape, factor: float) -> Merging:
-        """Whole numbers; a block can merge half of the tokens that reach it, and none where it computes only few."""
-        schedule, left = [], self.tokens - self.merging.prefix
-        for block, relative in enumerate(shape):
-            last = block + 1 == len(shape)
-            r = 0 if last and self.merging.read is not None else min(round(factor * relative), left // 2)
-            schedule.append(r)
-            left -= r
-        return replace(self.merging, schedule=tuple(schedule))
+        return fitting(self.merging, shape, self.share, self.cost, self.tokens)
 
     def probe(self) -> list[float]:
         """How far the output moves when one block alone merges, for every block."""
         blocks, r = len(self.merging.schedule), max(1, round(PROBE * self.tokens))
         alone = [[float(i == block) for i in range(blocks)] for block in range(blocks)]
-        return [self.moved(self.scaled(shape, r)) for shape in alone]
+        return [self.moved(scaled(self.merging, shape, r, self.tokens)) for shape in alone]
 
     def moved(self, merging: Merging) -> float:
         return self.reference.compare(merged_copy(self.model, merging)).divergence().value
