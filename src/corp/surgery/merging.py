@@ -1,0 +1,114 @@
+"""Token merging as arithmetic: what is merged, which tokens are alike, and what becomes of them and of their sizes.
+
+The tokens behind the prefix (class token, registers) are split into two alternating sets. Every token of the first set
+points to the token of the second set with the most similar key; the `r` closest pairs become their size-weighted mean
+(bipartite soft matching). Which tokens merge depends on the image, how many does not: every shape is static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from corp.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What is merged in a model: `schedule[i]` tokens in block i of the container called `blocks`.
+
+    The first `prefix` tokens are never merged. With `read`, the last block computes the first `read` tokens only,
+    which is exact where the model reads no others. With `unmerge`, every patch gets the value of its group at the end,
+    for models that read patches: shapes are then those of the dense model.
+    """
+
+    blocks: str
+    schedule: tuple[int, ...]
+    prefix: int
+    read: int | None = None
+    unmerge: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", tuple(self.schedule))  # a file has a list
+        for name, value in (("prefix", self.prefix), ("read", self.read), *(("schedule", r) for r in self.schedule)):
+            least = 1 if name == "read" else 0
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise PlanError(f"merging: {name} has {value!r}, which is not a whole number >= {least}")
+        if not isinstance(self.blocks, str) or not isinstance(self.unmerge, bool) or not self.schedule:
+            raise PlanError("merging: blocks is a module's name, unmerge True or False, schedule a number per block")
+        if self.read is not None and (self.unmerge or self.read > self.prefix or self.schedule[-1]):
+            raise PlanError(
+                f"merging: a last block that computes {self.read} tokens has nothing to merge or unmerge; with read, "
+                f"schedule ends in 0, unmerge is False and read is at most prefix ({self.prefix})"
+            )
+
+    @property
+    def idle(self) -> bool:
+        """Is the model left as it was?"""
+        return not any(self.schedule) and self.read is None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "schedule": list(self.schedule)}
+
+    @classmethod
+    def from_dict(cls, raw: object) -> Merging:
+        known = {f.name for f in fields(cls)}
+        if not isinstance(raw, Mapping) or not {"blocks", "schedule", "prefix"} <= set(raw) <= known:
+            raise PlanError(f"merging is a JSON object with {', '.join(sorted(known))}, not {raw!r}")
+        if not isinstance(raw["schedule"], list | tuple):
+            raise PlanError(f"merging: schedule is a list of numbers, not {raw['schedule']!r}")
+        return cls(**raw)
+
+
+class Match(NamedTuple):
+    """Which tokens become one, by their index in the first or the second of the two alternating sets."""
+
+    source: Tensor  # (B, r), of the first set
+    kept: Tensor  # (B, a - r), the rest of the first set, in order
+    target: Tensor  # (B, r), of the second set: what each source merges into
+
+
+def match(keys: Tensor, r: int, prefix: int) -> Match:
+    """The `r` most similar pairs by the cosine of the keys (B, n, d), of tokens behind the prefix."""
+    unit = F.normalize(keys[:, prefix:], dim=-1)
+    best, partner = (unit[:, ::2] @ unit[:, 1::2].mT).max(-1)  # (B, a)
+    order = best.topk(best.shape[1]).indices
+    source, kept = order[:, :r], order[:, r:].sort().values  # neighbours stay neighbours, and meet again as a pair
+    return Match(source, kept, partner.gather(1, source))
+
+
+def merge(x: Tensor, sizes: Tensor, found: Match, prefix: int) -> tuple[Tensor, Tensor]:
+    """Tokens x (B, n, C) and sizes (B, n) with every source merged into its target: prefix, kept, second set."""
+    a, b = x[:, prefix::2], x[:, prefix + 1 :: 2]
+    size_a, size_b = sizes[:, prefix::2], sizes[:, prefix + 1 :: 2]
+    moved = size_a.gather(1, found.source)  # (B, r)
+    # A product with a few columns is faster than a scatter, and adds in the same order every time.
+    into = (found.target[:, None] == torch.arange(b.shape[1], device=x.device)[:, None]).to(x.dtype)  # (B, b, r)
+    grown = size_b + (into @ moved[..., None])[..., 0]
+    share = into * (moved[:, None] / grown[..., None])
+    merged = torch.baddbmm(b * (size_b / grown)[..., None], share, rows(a, found.source))
+    tokens = torch.cat([x[:, :prefix], rows(a, found.kept), merged], 1)
+    return tokens, torch.cat([sizes[:, :prefix], size_a.gather(1, found.kept), grown], 1)
+
+
+def regroup(groups: Tensor, found: Match, prefix: int) -> Tensor:
+    """Where every dense token (B, N) is after a merge, from where it was before."""
+    r, left = found.source.shape[1], found.kept.shape[1]
+    here = torch.arange(prefix + left + groups.shape[1], device=groups.device).expand(len(groups), -1)
+    first = torch.cat([found.kept, found.source], 1)  # (B, a): in which order the first set now stands
+    place = torch.cat([here[:, prefix : prefix + left], prefix + left + found.target], 1)
+    behind = torch.empty_like(first).scatter(1, first, place)  # (B, a)
+    # The second set follows in order; a pair of entries for every two tokens, and the odd one out belongs to the first.
+    second = here[:, prefix + left : prefix + left + left + r]
+    both = torch.stack([behind, second], 2).flatten(1)
+    return torch.cat([here[:, :prefix], both], 1).gather(1, groups)
+
+
+def rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[b, index[b]] of x (B, n, C) and index (B, m)."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
