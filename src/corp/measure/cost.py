@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from corp.calibration.batches import run, uncompiled
+from corp.calibration.batches import Forward, run, uncompiled
 from corp.calibration.hooks import without_fast_path
 from corp.errors import ModelError
 from corp.surgery.attention import true_widths
@@ -22,7 +22,7 @@ def count_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def count_macs(model: nn.Module, batch: Any) -> int:
+def count_macs(model: nn.Module, batch: Any, forward: Forward | None = None) -> int:
     """Multiply-accumulates of one forward pass over `batch`.
 
     torch's counter gives its fused CPU attention kernel and nn.TransformerEncoderLayer's fast path zero, so attention
@@ -32,7 +32,7 @@ def count_macs(model: nn.Module, batch: Any) -> int:
     try:
         unfused = sdpa_kernel(SDPBackend.MATH)
         with torch.no_grad(), _frozen(model), uncompiled(), without_fast_path(), unfused, true_widths(), counter:
-            run(model, batch)
+            run(model, batch, forward)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(

@@ -28,8 +28,7 @@ from corp.refit.readout import tokens_read
 from corp.refit.repair import READ, correction
 from corp.refit.repair import _rows as split_rows
 from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
-from corp.sites import LinearSite, Sites, ValueSite, at_site, projection_at
-from corp.surgery.folding import in_float64
+from corp.sites import LinearSite, Sites, ValueSite, at_site, in_float64, projection_at
 from corp.surgery.linear import refill
 from corp.surgery.merged import merge_tokens
 from corp.surgery.merging import Merging, rows
