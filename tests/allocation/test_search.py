@@ -219,7 +219,7 @@ def test_agreement_needs_data_to_measure_on() -> None:
         corp.plan(model, corp.calibrate(model, data), recipe)
     with pytest.raises(CorpError, match="at least two"):
         corp.prune(model, data[:1], recipe)
-    with pytest.raises(CorpError, match="min_agreement is measured on the data.*give batches"):
+    with pytest.raises(CorpError, match=r"min_agreement is measured on the data.*give batches"):
         corp.prune(model, None, recipe, stats=corp.calibrate(model, data))
     with pytest.raises(CorpError, match="not both"):
         Recipe.paper(min_agreement=0.9, target_macs=0.5)
