@@ -67,7 +67,7 @@ def main() -> None:
     batches = [{"input_ids": torch.randint(32_000, (1, TOKENS), generator=draw)} for _ in range(SAMPLES)]
     with tempfile.TemporaryDirectory(prefix="corp-large-") as folder:
         settings = Settings(tokens="all", memory=parse_bytes(args.memory))
-        stats = corp.calibrate(model, batches, out=Path(folder, "stats"), settings=settings, announce=print)
+        stats = corp.calibrate(model, batches, out=Path(folder, "stats"), settings=settings)
         rows.append(("calibrated", f"{stats.samples} x {TOKENS} tokens", peak(), time.perf_counter() - start))
         print(rows[-1], flush=True)
         plan = corp.plan(model, stats, Recipe.paper(mlp=0.5, attn=0.5))

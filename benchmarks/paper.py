@@ -27,12 +27,12 @@ import corp
 from benchmarks import paper_page
 from benchmarks.paper_numbers import DINOV2, MODELS, SPARSITIES
 from benchmarks.params import shapes_only_plan
-from corp.api import shrink
 from corp.calibration.job import Settings
 from corp.measure.cost import count_macs, count_params
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.observer import timing
 from corp.recipe import Recipe
+from corp.surgery.apply import shrink
 
 # isort: split
 import timm
@@ -89,7 +89,7 @@ def pruned_shapes(name: str, mlp: float, attn: float, device: str = "meta", **ar
     """The architecture with random weights (or none), narrowed to these sparsities."""
     with torch.device(device):
         model = timm.create_model(name, **args).eval()
-    shrink(model, shapes_only_plan(model, Recipe.paper(mlp=mlp, attn=attn)))
+    shrink(model, corp.find_sites(model), shapes_only_plan(model, Recipe.paper(mlp=mlp, attn=attn)))
     return model
 
 
@@ -121,7 +121,7 @@ def opt() -> dict[str, Any]:
     for name, (mlp, attn) in {"dense": (0, 0), "MLP": (0.3, 0), "Q/K": (0, 0.3), "both": (0.3, 0.3)}.items():
         with torch.device("meta"):
             model: Any = OPTForCausalLM(config).eval()
-        shrink(model, shapes_only_plan(model, Recipe.paper(mlp=mlp, attn=attn)))
+        shrink(model, corp.find_sites(model), shapes_only_plan(model, Recipe.paper(mlp=mlp, attn=attn)))
         twice = model.model.decoder.embed_tokens.weight.numel()
         found[name] = {"params": count_params(model), "twice": count_params(model) + twice}
         found[name]["flops"] = 2 * count_macs(model, tokens)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 import corp
-from corp.api import shrink
 from corp.measure.cost import count_params
 from corp.planning.plan import GroupCost, Plan, SitePlan
 from corp.recipe import Recipe, kept_width
+from corp.surgery.apply import shrink
 from corp.tables import markdown_table
 
 # isort: split
@@ -49,7 +49,7 @@ def shapes_only_plan(model: torch.nn.Module, recipe: Recipe) -> Plan:
 def count(name: str, sparsity: float) -> int:
     with torch.device("meta"):
         model = timm.create_model(name)
-    shrink(model, shapes_only_plan(model, Recipe.paper(mlp=sparsity, attn=sparsity)))
+    shrink(model, corp.find_sites(model), shapes_only_plan(model, Recipe.paper(mlp=sparsity, attn=sparsity)))
     return count_params(model)
 
 

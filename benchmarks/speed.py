@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 import corp
 from benchmarks.params import shapes_only_plan
-from corp.api import shrink
 from corp.files import write_text
 from corp.measure.cost import count_macs
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import KINDS, Recipe
 from corp.storage.export.formats import FILES, write_format
+from corp.surgery.apply import shrink
 from corp.tables import markdown_table
 
 # isort: split
@@ -71,7 +71,7 @@ def build(name: str, kinds: tuple[str, ...], sparsity: float) -> nn.Module:
     """The model with random weights, pruned by `sparsity` at the sites of these kinds."""
     model: nn.Module = timm.create_model(MODELS[name]).eval()
     if kinds:
-        shrink(model, shapes_only_plan(model, Recipe.paper(**dict.fromkeys(kinds, sparsity))))
+        shrink(model, corp.find_sites(model), shapes_only_plan(model, Recipe.paper(**dict.fromkeys(kinds, sparsity))))
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -306,7 +307,7 @@ def test_bench_times_texts(opt: Path, pruned: Path) -> None:
     assert "--seq-len" in failure("bench", f"hf:{opt}", "--input", "3x8x8", "--batch", 1, "--device", "cpu")
 
 
-def test_options_that_do_not_go_together(opt: Path, bert: Path, texts: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_go_together(opt: Path, bert: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"hf:{opt}"
     assert "nothing to measure on: give --data" in failure("eval", model)
     assert "--sts is for encoders" in failure("eval", model, "--sts", texts)
@@ -314,6 +315,7 @@ def test_options_that_do_not_go_together(opt: Path, bert: Path, texts: Path, tmp
     assert "cannot go with --per-document" in failure("eval", model, "--data", texts, "--stride", 2, "--per-document")
     assert "--tasks are for causal" in failure("eval", f"hf:{bert}", "--tasks", "arc")
     assert "take different data" in failure("eval", model, f"hf:{bert}", "--data", texts)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # whether it is installed or not
     assert "pip install lm-eval" in failure("eval", model, "--tasks", "arc")
 
 
