@@ -28,7 +28,7 @@ def require_given(options: Deployment) -> None:
 
 
 @dataclass
-class Comparison(Console):
+class DeploymentWatch(Console):
     """Shows a run, collects the statistics of its deployment data, and mixes them in if --mix-deploy is given."""
 
     source: Source

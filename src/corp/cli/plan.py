@@ -31,7 +31,7 @@ def plan(
     a.require_model(source.model)
     from corp import api
     from corp.cli import inputs
-    from corp.cli.deployment import Comparison, content_of, require_given, show_shift
+    from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.planning.plan import COLUMNS
     from corp.report.why import explained
 
@@ -42,7 +42,7 @@ def plan(
     require_given(deployment)
     settings = collection.settings()
     dense, statistics = inputs.statistics(source, stats, recipe, settings)
-    watch = Comparison(source, dense, deployment, settings)
+    watch = DeploymentWatch(source, dense, deployment, settings)
     statistics = watch.calibrated(statistics)
     note(f"planning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {statistics.samples} samples")
     planned = api.plan(dense, statistics, replace(recipe, sequential=False), observer=Console())

@@ -49,7 +49,7 @@ def prune(
     a.require_model(source.model)
     from corp import api
     from corp.cli import inputs
-    from corp.cli.deployment import Comparison, content_of, require_given, show_shift
+    from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
 
     inputs.require_output(out, overwrite=overwrite)
@@ -69,7 +69,7 @@ def prune(
     data = f"the statistics in {stats}" if batches is None else inputs.amount(batches)
     note(f"pruning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {data}")
     origin = None if known else inputs.origin_of(source, dense, batches)
-    watch = Comparison(source, dense, deployment, settings)
+    watch = DeploymentWatch(source, dense, deployment, settings)
     result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
     inputs.tell_skipped(batches)
     shift = watch.measured(result.plan)

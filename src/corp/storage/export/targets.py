@@ -26,7 +26,7 @@ def choose(base: dict[str, Any] | None, target: str | None, profile: str | None)
         raise StorageError(f"to={target!r} is not one of {', '.join(TARGETS)}")
     if target in (ONNX, PT2):
         if profile is not None:
-            raise StorageError(f"profile={profile!r} goes with to='timm' or to='hf'; {target} holds the true widths")
+            raise StorageError(f"profile={profile!r} goes with to=timm or hf; {target} holds the true widths")
         if target == ONNX:
             require_packages("onnx", "onnxscript")
         return target, None
