@@ -13,7 +13,7 @@ from corp.cli.console import note, progress, show_table
 from corp.cli.models import preprocessing_of
 from corp.errors import DataError, ModelError
 from corp.evaluate.dense import Estimate, MapScore
-from corp.evaluate.heads import IGNORE, OwnMaps, WithHead, load_head, task_of
+from corp.evaluate.heads import IGNORE, HeadInfo, OwnMaps, WithHead, load_head, task_of
 from corp.evaluate.run import Contender, side_by_side
 from corp.measure.cost import count_params
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PERCENT = ("miou", "pixel_accuracy", "delta1", "delta2", "delta3")  # shares; the others have units
 TITLES = {"miou": "mIoU", "pixel_accuracy": "pixel acc.", "rmse": "RMSE", "abs_rel": "abs. rel."}
+AWAY, CLOSE = "_difference", "_to_dense"  # endings of scores that compare with the dense model
 BATCH = 8  # images of dense tasks are large
 
 
@@ -43,26 +44,13 @@ class Options:
     max_bad: float = 0.05
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """A model that gives maps, under the name it was given, and its scores."""
+    """A model under the name it was given, its size without a head that came beside it, and its scores."""
 
     name: str
-    model: nn.Module
-    score: MapScore
-
-    def estimates(self, first: Row) -> dict[str, Estimate]:
-        """The scores; of all but the first, their difference from the first's, and closeness to the first's maps."""
-        found = self.score.truth.estimates() if self.score.truth else {}
-        if self is first:
-            return found
-        before = first.score.truth.estimates() if first.score.truth else {}
-        close = self.score.likeness.estimates() if self.score.likeness else {}
-        return {
-            **found,
-            **{f"{name}_difference": one - before[name] for name, one in found.items()},
-            **{f"{name}_to_dense": one for name, one in close.items()},
-        }
+    params: int
+    scores: dict[str, Estimate]
 
 
 def is_dense(loaded: dict[str, nn.Module], task: str | None, head: Path | None) -> bool:
@@ -72,46 +60,63 @@ def is_dense(loaded: dict[str, nn.Module], task: str | None, head: Path | None) 
 
 def evaluate_dense(loaded: dict[str, nn.Module], options: Options) -> tuple[dict[str, Any], list[Row]]:
     """What --json prints, and the rows of the table; the first model is the one to compare with."""
-    first, (name, model) = options.head, next(iter(loaded.items()))
-    head, info = load_head(first) if first else (None, None)
-    tasks = {info.task if info else task_of(one) for one in loaded.values()}
-    task = next(iter(tasks))
-    if task is None or len(tasks) > 1:
-        raise ModelError(f"{name} gives no maps by itself; fit a head with corp probe, and give it with --head")
-    if options.task not in (None, task):
-        raise ModelError(f"--task {options.task} does not go with this model and head, which are made for {task}")
+    name, model = next(iter(loaded.items()))
+    head, info = load_head(options.head) if options.head else (None, None)
+    task = _task(loaded, info, options.task)
     transform = whole_image(name, model, options.image_size, info.image_size if info else None)
     ignore = options.ignore if options.ignore is not None else info.ignore if info else ignored_by(model)
-    rows = []
-    for called, one in loaded.items():
+    contenders = []
+    for one in loaded.values():
         sized(one, transform.size)
         maps = OwnMaps(one) if head is None or info is None else WithHead(one, head, info.blocks).to(*placement(one))
-        rows.append(Row(called, maps, MapScore(task, ignore)))
-    batches = _batches(options, transform, compared=len(rows) > 1)
-    reference = rows[0].model if len(rows) > 1 else None
+        contenders.append(Contender(maps, MapScore(task, ignore)))
+    batches = _batches(options, transform, compared=len(loaded) > 1)
+    reference = contenders[0].model if len(loaded) > 1 else None
     with progress(f"evaluating on {placement(model)[0]}", batches.samples, "images") as advance:
-        side_by_side(reference, [Contender(row.model, row.score) for row in rows], batches, advance)
+        side_by_side(reference, contenders, batches, advance)
+    rows = _rows(loaded, [contender.metric for contender in contenders])
     content = {
         "task": task,
-        "head": first and str(first),
+        "head": options.head and str(options.head),
         "data": {"folders": [str(folder) for folder in options.data], "images": batches.samples},
         "image_size": list(transform.size),
-        "labelled": rows[0].score.truth is not None,
-        "dense": rows[0].name if len(rows) > 1 else None,
-        "models": [_content(row, rows[0]) for row in rows],
+        "labelled": bool(rows[0].scores),
+        "dense": name if len(rows) > 1 else None,
+        "models": [_content(row) for row in rows],
     }
     return content, rows
 
 
-def _content(row: Row, first: Row) -> dict[str, Any]:
-    numbers = {name: one.interval().to_dict() for name, one in row.estimates(first).items()}
-    return {"model": row.name, "params": count_params(_pruned_part(row.model)), **numbers}
+def _task(loaded: dict[str, nn.Module], info: HeadInfo | None, wanted: str | None) -> str:
+    """The one task of all models, or of the head."""
+    tasks = {info.task if info else task_of(model) for model in loaded.values()}
+    task = next(iter(tasks))
+    if task is None or len(tasks) > 1:
+        raise ModelError(
+            f"not all of {', '.join(loaded)} give maps of one kind by themselves; fit a head with corp probe, and give "
+            "it with --head"
+        )
+    if wanted not in (None, task):
+        raise ModelError(f"--task {wanted} does not go with this model and head, which are made for {task}")
+    return task
 
 
-def _pruned_part(model: nn.Module) -> nn.Module:
-    """The model without a head that was given beside it."""
-    part: nn.Module = model.backbone if isinstance(model, WithHead) else model
-    return part
+def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[Row]:
+    """The scores; of all but the first also their difference from the first's, and closeness to the first's maps."""
+    truths = [score.truth.estimates() if score.truth else {} for score in metrics]
+    rows = []
+    for i, ((name, model), truth, score) in enumerate(zip(loaded.items(), truths, metrics, strict=True)):
+        found = dict(truth)
+        if i and score.likeness:
+            found |= {f"{key}{AWAY}": one - truths[0][key] for key, one in truth.items()}
+            found |= {f"{key}{CLOSE}": one for key, one in score.likeness.estimates().items()}
+        rows.append(Row(name, count_params(model), found))
+    return rows
+
+
+def _content(row: Row) -> dict[str, Any]:
+    numbers = {name: one.interval().to_dict() for name, one in row.scores.items()}
+    return {"model": row.name, "params": row.params, **numbers}
 
 
 def ignored_by(model: nn.Module) -> int:
@@ -179,28 +184,31 @@ def sized(model: nn.Module, size: tuple[int, ...]) -> None:
 
 def show_dense(content: dict[str, Any], rows: list[Row]) -> None:
     """One table of scores, and one of differences and closeness where models are compared."""
-    names = list(rows[0].estimates(rows[0])) if content["labelled"] else []
     title = f"{content['task']}, {content['data']['images']} images, 95 % intervals over images"
+    names = list(rows[0].scores)
     if names:
-        columns = ["model", "params", *(_title(name) for name in names)]
-        show_table(title, columns, [_cells(row, rows[0], names) for row in rows])
+        _show(title, rows, names)
     if len(rows) > 1:
-        extra = [name for name in rows[1].estimates(rows[0]) if name not in names]
-        columns = ["model", "params", *(_title(name) for name in extra)]
-        show_table("compared with the dense model", columns, [_cells(row, rows[0], extra) for row in rows[1:]])
+        _show("compared with the dense model", rows[1:], [name for name in rows[1].scores if name not in names])
+
+
+def _show(title: str, rows: list[Row], names: list[str]) -> None:
+    cells = [
+        [row.name, f"{row.params / 1e6:.3f} M", *(_cell(name, row.scores[name]) for name in names)] for row in rows
+    ]
+    show_table(title, ["model", "params", *map(_title, names)], cells)
 
 
 def _title(name: str) -> str:
-    base, _, of = name.partition("_difference") if "_difference" in name else name.partition("_to_dense")
+    base = _base(name)
     title = TITLES.get(base, base.replace("delta", "δ")) + (" %" if base in PERCENT else "")
-    return title + (" − dense" if "_difference" in name else " with its maps" if "_to_dense" in name else of)
+    return title + (" − dense" if name.endswith(AWAY) else " with its maps" if name.endswith(CLOSE) else "")
 
 
-def _cells(row: Row, first: Row, names: list[str]) -> list[str]:
-    found = row.estimates(first)
-    cells = [
-        f"{found[name].interval().map(lambda end: 100 * end):.1f}" if name.split("_diff")[0].split("_to_")[0] in PERCENT
-        else f"{found[name].interval():.4f}"
-        for name in names
-    ]  # fmt: skip
-    return [row.name, f"{count_params(_pruned_part(row.model)) / 1e6:.3f} M", *cells]
+def _cell(name: str, estimate: Estimate) -> str:
+    found = estimate.interval()
+    return f"{found.map(lambda end: 100 * end):.1f}" if _base(name) in PERCENT else f"{found:.4f}"
+
+
+def _base(name: str) -> str:
+    return name.removesuffix(AWAY).removesuffix(CLOSE)
