@@ -21,7 +21,8 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            help="timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format.",
+            help="timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format. "
+            "vllm, gguf: a Llama, Mistral, Qwen2 or Phi-3 with layers of different widths, for vLLM or llama.cpp.",
             show_default="the model's own library",
         ),
     ] = None,
@@ -33,15 +34,28 @@ def export(
             show_default="standard",
         ),
     ] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option(help="Of gguf: f32, f16, bf16 or q8_0.", show_default="the model's own precision"),
+    ] = None,
     overwrite: o.Overwrite = False,
     json: o.Json = False,
 ) -> None:
     """Write a pruned model so that it loads without corp, and check that it computes the same."""
     made = storage.export(
-        folder, out, to=to, profile=profile, overwrite=overwrite, command=shlex.join(["corp", *sys.argv[1:]])
+        folder,
+        out,
+        to=to,
+        profile=profile,
+        quant=quant,
+        overwrite=overwrite,
+        command=shlex.join(["corp", *sys.argv[1:]]),
     )
     if made.difference is None:
-        note(f"not compared with the pruned model: {made.library} is not installed (pip install 'corp-prune[onnx]')")
+        package = {"gguf": "xllamacpp"}.get(made.target, "'corp-prune[onnx]'")
+        note(f"not compared with the pruned model: {made.library} is not installed (pip install {package})")
+    for text in made.notes:
+        note(text)
     if json:
         show_json({"output": str(out), **made.to_dict()})
         return
@@ -54,10 +68,10 @@ def export(
     ]
     form = f"{made.profile} profile" if made.profile else made.target
     show_table(f"{out}, {form}", ("", made.library), rows)
-    note(f"saved to {out}; load it with {_loading(made.load)}")
+    note(f"saved to {out}; {_loading(made.load)}")
 
 
 def _loading(lines: str) -> str:
-    """The expression that loads it, out of the lines that users would write."""
-    line = next(line for line in lines.splitlines() if line.startswith(("model = ", "session = ")))
-    return line.partition(" = ")[2]
+    """How to load it: the expression, out of the lines that users would write, or the command."""
+    line = next((line for line in lines.splitlines() if line.startswith(("model = ", "session = "))), None)
+    return f"run it with {lines}" if line is None else f"load it with {line.partition(' = ')[2]}"

@@ -93,23 +93,25 @@ def export(
     *,
     to: str | None = None,
     profile: str | None = None,
+    quant: str | None = None,
     overwrite: bool = False,
     command: str | None = None,
 ) -> Exported:
-    """Write the model of a compact folder in a form that needs no corp: for its own library (see save), ONNX or PT2.
+    """Write the model of a compact folder in a form that needs no corp.
 
-    `to` is "timm", "hf", "onnx" or "pt2"; by default the model's own library. `profile` goes with the first two.
+    `to` is "timm" or "hf" (the model's own library, the default; `profile` as for save), "onnx", "pt2", "vllm" or
+    "gguf" (llama.cpp; `quant` is "f32", "f16", "bf16" or "q8_0", by default the model's own precision).
     """
     folder = Path(source)
     manifest = read_manifest(folder)
-    chosen = targets.choose(manifest["base"], to, profile)
+    chosen = targets.choose(manifest["base"], to, profile, quant)
     refuse_existing(Path(out), overwrite=overwrite)
     origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
     origin["command"] = command
     model = load(folder)
     sources = _sources([str(folder)], model, manifest.get("calibration"))
     with new_folder(Path(out), overwrite=overwrite) as new:
-        return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin)
+        return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin, quant)
 
 
 def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
