@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json, show_table
+from corp.errors import CorpError, StorageError
 from corp.storage import folder as storage
 
 
@@ -42,15 +44,12 @@ def export(
     json: o.Json = False,
 ) -> None:
     """Write a pruned model so that it loads without corp, and check that it computes the same."""
-    made = storage.export(
-        folder,
-        out,
-        to=to,
-        profile=profile,
-        quant=quant,
-        overwrite=overwrite,
-        command=shlex.join(["corp", *sys.argv[1:]]),
-    )
+    written_by = shlex.join(["corp", *sys.argv[1:]])
+    try:
+        made = storage.export(folder, out, to=to, profile=profile, quant=quant, overwrite=overwrite, command=written_by)
+    except StorageError:
+        _note_possible(folder)
+        raise
     if made.difference is None:
         package = {"gguf": "xllamacpp"}.get(made.target, "'corp-prune[onnx]'")
         note(f"not compared with the pruned model: {made.library} is not installed (pip install {package})")
@@ -69,6 +68,17 @@ def export(
     form = f"{made.profile} profile" if made.profile else made.target
     show_table(f"{out}, {form}", ("", made.library), rows)
     note(f"saved to {out}; {_loading(made.load)}")
+
+
+def _note_possible(folder: Path) -> None:
+    """After a refusal: where else this model can go."""
+    with suppress(CorpError):
+        flags = [
+            "--profile compat" if target == "compat" else f"--to {target}"
+            for target, reason in storage.exports(folder).items()
+            if reason is None
+        ]
+        note(f"this model can be exported with {', '.join(flags)}")
 
 
 def _loading(lines: str) -> str:

@@ -21,6 +21,7 @@ from corp.planning.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
 from corp.storage.export import targets
+from corp.storage.export.possible import targets_for
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.tying import assign, tied_names
@@ -112,6 +113,17 @@ def export(
     sources = _sources([str(folder)], model, manifest.get("calibration"))
     with new_folder(Path(out), overwrite=overwrite) as new:
         return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin, quant)
+
+
+def exports(source: str | Path) -> dict[str, str | None]:
+    """For every target of export, why the model of a compact folder cannot go there; None where it can."""
+    folder = Path(source)
+    manifest = read_manifest(folder)
+    *earlier, last = read_plans(folder, manifest)
+    with torch.device("meta"):
+        model = rebuild(manifest["base"], folder)
+    _shrink_all(model, tuple(earlier))
+    return targets_for(model, last)
 
 
 def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:

@@ -13,14 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+ALL = 1 << 24  # more than any vocabulary has
+
 
 def available() -> bool:
     return find_spec("xllamacpp") is not None
 
 
-def next_log_probabilities(file: Path, tokens: list[int], vocabulary: int) -> list[float]:
+def next_log_probabilities(file: Path, tokens: list[int]) -> list[float]:
     """Of every token behind `tokens`, computed in another process; RuntimeError with llama.cpp's words if it fails."""
-    command = [sys.executable, __file__, str(file), str(vocabulary), *map(str, tokens)]
+    command = [sys.executable, __file__, str(file), *map(str, tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
@@ -43,47 +45,55 @@ class Llama:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server: Any = xllamacpp.Server(params)
+        self._plain: list[int] = []  # a token that llama.cpp tells of
 
-    def complete(self, tokens: list[int], count: int = 1, **options: Any) -> dict[str, Any]:
+    def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
         """llama.cpp's answer to a greedy completion of `count` tokens."""
-        request = {"prompt": tokens, "n_predict": count, "temperature": 0.0, "logprobs": 1, **options}
+        request = {"prompt": tokens, "n_predict": count, "temperature": 0.0, "cache_prompt": True, **options}
         made: dict[str, Any] = self.server.handle_completions(request)
         if "choices" not in made:
             raise RuntimeError(f"llama.cpp: {made}")
         return made
 
+    def likeliest(self, tokens: list[int], count: int) -> list[tuple[int, float]]:
+        """The `count` likeliest tokens behind `tokens`, with their log-probabilities."""
+        # What is drawn does not matter here, but llama.cpp tells nothing of pieces of a UTF-8 character.
+        found = next(filter(None, (self._told(tokens, drawn, count) for drawn in (*self._plain, *tokens))), None)
+        if found is None:
+            raise RuntimeError("llama.cpp: no token of the prompt is a piece of text")
+        self._plain = [found["id"]]
+        return [(one["id"], float(one["logprob"])) for one in found["top_logprobs"]]
+
     def greedy(self, tokens: list[int], count: int) -> list[int]:
         """The `count` likeliest tokens, one after the other."""
-        return [one["id"] for one in self._content(self.complete(tokens, count, ignore_eos=True))]
-
-    def next(self, tokens: list[int], vocabulary: int) -> list[float]:
-        """The log-probability of every token of the vocabulary behind `tokens`."""
-        (only,) = self._content(self.complete(tokens, logprobs=vocabulary, n_probs=vocabulary))
-        found = dict.fromkeys(range(vocabulary), float("-inf"))
-        found.update({one["id"]: one["logprob"] for one in only["top_logprobs"]})
-        return [found[token] for token in range(vocabulary)]
+        made = list(tokens)
+        for _ in range(count):
+            made.append(self.likeliest(made, 1)[0][0])
+        return made[len(tokens) :]
 
     def score(self, tokens: list[int]) -> list[float]:
         """The log-probability of every token but the first, each behind those before it."""
         scores = []
         for place in range(1, len(tokens)):
-            # The bias decides what is drawn; the probability that is reported does not know of it.
-            made = self.complete(tokens[:place], logit_bias=[[tokens[place], 1e6]], cache_prompt=True)
-            (only,) = self._content(made)
-            if only["id"] != tokens[place]:
-                raise RuntimeError(f"llama.cpp drew token {only['id']}, not {tokens[place]}")
-            scores.append(float(only["logprob"]))
+            told = self._told(tokens[:place], tokens[place], 1)
+            scores.append(told["logprob"] if told else dict(self.likeliest(tokens[:place], ALL))[tokens[place]])
         return scores
 
-    @staticmethod
-    def _content(made: dict[str, Any]) -> list[dict[str, Any]]:
-        content: list[dict[str, Any]] = made["choices"][0]["logprobs"]["content"]
-        return content
+    def _told(self, tokens: list[int], drawn: int, count: int) -> dict[str, Any] | None:
+        """What llama.cpp reports of one step that draws the token `drawn`; None where it holds that back.
+
+        The bias decides what is drawn; the probabilities that are reported do not know of it.
+        """
+        made = self.complete(tokens, 1, logit_bias=[[drawn, 1e6]], logprobs=count, n_probs=count)
+        told = made["choices"][0]["logprobs"]
+        first: dict[str, Any] | None = told["content"][0] if told and told["content"] else None
+        return first if first and first["id"] == drawn else None
 
 
-def main(file: str, vocabulary: str, *tokens: str) -> None:
+def main(file: str, *tokens: str) -> None:
     prompt = list(map(int, tokens))
-    print(json.dumps(Llama(Path(file), context=max(64, 2 * len(prompt))).next(prompt, int(vocabulary))))
+    found = Llama(Path(file), context=max(64, 2 * len(prompt))).likeliest(prompt, ALL)
+    print(json.dumps([value for _, value in sorted(found)]))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def write_profile(
             said |= {"attn", "vo"}
         plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind not in said)) for plan in plans)
     target = _build(make, identity, "cpu")
-    _refuse(set(biases) - set(target.state_dict()), library, profile)
+    refuse_biases(set(biases) - set(target.state_dict()), library, profile)
     assign(target, {**pad(model, _build(make, identity), plans), **rotary})
     _scale_queries(target, factor)
     library.write(target.eval(), identity, folder)
@@ -153,7 +153,8 @@ def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
     return [name for name in model.state_dict() if name not in known]
 
 
-def _refuse(biases: set[str], library: Library, profile: str) -> None:
+def refuse_biases(biases: set[str], library: Library, profile: str) -> None:
+    """An error where compensation made biases that the profile cannot hold."""
     if biases:
         other = " (the standard profile may hold it)" if profile == COMPAT else ""
         raise StorageError(
