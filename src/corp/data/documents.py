@@ -6,12 +6,13 @@ Only positions are remembered, not texts: a file may be larger than memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from corp.data.chat import Chats, Message, Records
 from corp.data.files import JsonLines, PlainText
 from corp.data.tables import Parquet, SavedDataset, Table
 from corp.errors import DataError
@@ -33,17 +34,25 @@ class Documents(Protocol):
     def begins(self, number: int) -> bool: ...
 
 
-def open_documents(paths: Sequence[str | Path], *, field: str, lines: bool, piece: int) -> list[Documents]:
+def open_documents(
+    paths: Sequence[str | Path],
+    *,
+    field: str,
+    lines: bool,
+    piece: int,
+    template: Callable[[list[Message]], str] | None = None,
+) -> list[Documents]:
     """The documents of files and folders of files.
 
     field   the key, column name or column number (from 1) of the text, where a record has several
     lines   a plain text without separators is one document per line; else it is one document, read in
             pieces of about `piece` bytes
+    template  records are conversations, and this makes a text of their messages (see data.chat)
     """
     found: list[Documents] = []
     for path in map(Path, paths):
         for file in _files(path):
-            found.append(_open(file, field, lines, piece))
+            found.append(_open(file, field, lines, piece) if template is None else _open_chats(file, template))
     if not sum(map(len, found)):
         raise DataError(f"there is no text in {', '.join(map(str, paths))}")
     return found
@@ -90,6 +99,17 @@ def _files(path: Path) -> list[Path]:
 
 def _is_dataset(path: Path) -> bool:
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _open_chats(path: Path, template: Callable[[list[Message]], str]) -> Documents:
+    kinds: dict[str, Callable[[Path, Any], Records]] = {".jsonl": JsonLines, ".parquet": Parquet, "": SavedDataset}
+    kind = kinds.get("" if path.is_dir() else path.suffix.lower())
+    if kind is None:
+        raise DataError(f"{path}: conversations are read from .jsonl and .parquet files and folders of datasets")
+    try:
+        return Chats(kind(path, None), template)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _open(path: Path, field: str, lines: bool, piece: int) -> Documents:

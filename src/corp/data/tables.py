@@ -70,9 +70,9 @@ class Table(Ranges):
 
 
 class Parquet:
-    """Rows of a parquet file; the last row group read is kept."""
+    """Rows of a parquet file, all their columns where `field` is None; the last row group read is kept."""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str | None) -> None:
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
@@ -83,7 +83,7 @@ class Parquet:
         except Exception as error:  # pyarrow's own kinds, which cannot be named without it
             raise DataError(f"{path} cannot be read as parquet: {error}") from error
         names = list(self._file.schema_arrow.names)
-        if field not in names:
+        if field is not None and field not in names:
             raise no_field(str(path), field, names, None)
         self._field = field
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
@@ -97,26 +97,32 @@ class Parquet:
     def begins(self, _number: int) -> bool:
         return True
 
-    def _column(self, group: int) -> Any:
+    def where(self, number: int) -> str:
+        return f"{self.path}, row {number + 1}"
+
+    def _group(self, group: int) -> Any:
         try:
-            return self._file.read_row_group(group, columns=[self._field]).column(0)
+            return self._file.read_row_group(group, columns=None if self._field is None else [self._field])
         except Exception as error:  # a damaged file, in pyarrow's own kinds
             raise DataError(f"{self.path} cannot be read as parquet: {error}") from error
 
-    def read(self, number: int) -> str:
+    def record(self, number: int) -> dict[str, Any]:
         group = int(torch.searchsorted(self._ends, number, right=True))
         if self._held[0] != group:
-            self._held = (group, self._column(group))
-        value = self._held[1][number - int(self._ends[group]) + self._sizes[group]].as_py()
-        if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.path}, row {number + 1}: {self._field!r} holds a {type(value).__name__}, not text")
-        return value or ""
+            self._held = (group, self._group(group))
+        place = number - int(self._ends[group]) + self._sizes[group]
+        (row,) = self._held[1].slice(place, 1).to_pylist()
+        found: dict[str, Any] = row
+        return found
+
+    def read(self, number: int) -> str:
+        return text_in(self.record(number).get(str(self._field)), self._field, self.where(number))
 
 
 class SavedDataset:
     """A folder that `datasets` saved (save_to_disk)."""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str | None) -> None:
         try:
             import datasets
         except ModuleNotFoundError:
@@ -129,7 +135,7 @@ class SavedDataset:
         except Exception as error:  # whatever the library makes of a damaged folder
             raise DataError(f"{path} cannot be read as a datasets folder: {error}") from error
         self.path, self._field = path, field
-        if field not in self._rows.column_names:
+        if field is not None and field not in self._rows.column_names:
             raise no_field(str(path), field, list(self._rows.column_names), None)
 
     def __len__(self) -> int:
@@ -138,8 +144,19 @@ class SavedDataset:
     def begins(self, _number: int) -> bool:
         return True
 
+    def where(self, number: int) -> str:
+        return f"{self.path}, row {number + 1}"
+
+    def record(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._rows[number]
+        return found
+
     def read(self, number: int) -> str:
-        value = self._rows[number][self._field]
-        if value is not None and not isinstance(value, str):
-            raise DataError(f"{self.path}, row {number + 1}: {self._field!r} holds a {type(value).__name__}, not text")
-        return value or ""
+        return text_in(self._rows[number][self._field], self._field, self.where(number))
+
+
+def text_in(value: Any, field: str | None, where: str) -> str:
+    """The text of a cell; an empty one for null."""
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text")
+    return value or ""
