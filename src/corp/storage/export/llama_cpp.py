@@ -7,6 +7,7 @@ the next token as JSON), because llama.cpp ends its process when a file is wrong
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -64,6 +65,13 @@ class Llama:
         self._plain = [found["id"]]
         return [(one["id"], float(one["logprob"])) for one in found["top_logprobs"]]
 
+    def distribution(self, tokens: list[int]) -> list[float]:
+        """The log-probability of every token behind `tokens`, by id."""
+        values = [value for _, value in sorted(self.likeliest(tokens, ALL))]
+        # llama.cpp normalises in float32, where thousands of small numbers do not add up.
+        total = math.log(math.fsum(map(math.exp, values)))
+        return [value - total for value in values]
+
     def greedy(self, tokens: list[int], count: int) -> list[int]:
         """The `count` likeliest tokens, one after the other."""
         made = list(tokens)
@@ -73,11 +81,7 @@ class Llama:
 
     def score(self, tokens: list[int]) -> list[float]:
         """The log-probability of every token but the first, each behind those before it."""
-        scores = []
-        for place in range(1, len(tokens)):
-            told = self._told(tokens[:place], tokens[place], 1)
-            scores.append(told["logprob"] if told else dict(self.likeliest(tokens[:place], ALL))[tokens[place]])
-        return scores
+        return [self.distribution(tokens[:place])[tokens[place]] for place in range(1, len(tokens))]
 
     def _told(self, tokens: list[int], drawn: int, count: int) -> dict[str, Any] | None:
         """What llama.cpp reports of one step that draws the token `drawn`; None where it holds that back.
@@ -92,8 +96,7 @@ class Llama:
 
 def main(file: str, *tokens: str) -> None:
     prompt = list(map(int, tokens))
-    found = Llama(Path(file), context=max(64, 2 * len(prompt))).likeliest(prompt, ALL)
-    print(json.dumps([value for _, value in sorted(found)]))
+    print(json.dumps(Llama(Path(file), context=max(64, 2 * len(prompt))).distribution(prompt)))
 
 
 if __name__ == "__main__":
