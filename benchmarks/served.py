@@ -93,7 +93,7 @@ def measure(folder: Path, sparsity: float, tokens: int, rounds: int) -> list[dic
                 "model": f"{folder.name}, {name}",
                 "sparsity": 0.0 if name == "dense" else sparsity,
                 "weights": weights,
-                "tokens_per_second": tokens / summarize(seconds).median,
+                "tokens_per_second": tokens / summarize(seconds).p50,
                 "speed_up": [ratio.value, ratio.low, ratio.high],
                 "reached": ratio.value * weights,
             }

@@ -20,12 +20,14 @@ SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max
 SIZE |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZE)),
     "llama-biased-tied": lambda: hf.LlamaForCausalLM(
         hf.LlamaConfig(**SIZE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
     ),
     "llama-3-frequencies": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZE, rope_parameters=LLAMA_3)),
+    "llama-yarn": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZE, rope_parameters=YARN)),
     "mistral-window": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZE, sliding_window=24)),
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZE)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**SIZE)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import corp
-from corp import Recipe
+from corp import CorpError, Recipe
 from corp.adapters import hf_models
 from corp.calibration.job import Settings
 from corp.data import text
@@ -89,6 +89,10 @@ metric_list: [{{metric: acc}}]
     model, tokenizer = hf_models.create(source), hf_models.tokenizer(source)
     (found,) = run_tasks(model, tokenizer, [str(tmp_path / "next_sentence.yaml")]).values()
     assert found["acc"] >= 0.75  # one in four by chance
+    for content, message in (("group: x", "no entry 'task'"), ("task: [", "is not YAML")):
+        (tmp_path / "odd.yaml").write_text(content)
+        with pytest.raises(CorpError, match=message):
+            run_tasks(model, tokenizer, [str(tmp_path / "odd.yaml")])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "down_proj" in name:
