@@ -204,6 +204,8 @@ def test_tokenizers_that_a_gguf_file_cannot_hold() -> None:
 
     with pytest.raises(CorpError, match="tokenizer of type 'WordLevel', only BPE"):
         vocabulary_of(tokenizer(), 32)
+    with pytest.raises(CorpError, match="the tokenizer has 317 tokens, the model's embedding 100"):
+        vocabulary_of(decoders.tokenizer(), 100)
     odd = decoders.tokenizer()
     from tokenizers import pre_tokenizers
 
@@ -263,6 +265,17 @@ def test_a_uniform_model_of_the_best_options_is_a_plain_llama(tmp_path: Path) ->
         assert set(targets_for(model, result.plan).values()) - {None} == (
             {targets_for(model, result.plan)["compat"]} if intercept else set()
         )
+
+
+def test_a_model_with_two_tables_of_frequencies_is_no_llama(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**decoders.SIZE, sliding_window=8)).eval()
+    result = decoders.pruned(model, Recipe(mlp=0.5))
+    assert common_heads(result.model) is None
+    corp.save(result, tmp_path / "plain", profile="standard")
+    assert "Gemma3ForCausalLM cannot be written as a Llama: it normalises" in str(
+        targets_for(model, result.plan)["vllm"]
+    )
 
 
 def test_what_a_plan_allows() -> None:

@@ -80,8 +80,9 @@ def resize_heads(
     widths = {site.width for site in narrow.attention} | {site.width for site in narrow.values}
     if widths != {width} or any(bool(site.rotary) != (rope is not None) for site in narrow.attention):
         return None
-    # Both scale logits by head_dim^-1/2; a pruned model keeps the dense one's. The check after writing would tell.
-    return made, math.sqrt(width / dense.attention[0].width)
+    # A pruned model keeps the dense one's scale. Sites without positions do not say theirs: it is head_dim^-1/2.
+    before, after = dense.attention[0], narrow.attention[0]
+    return made, before.scale / after.scale if rope else math.sqrt(width / before.width)
 
 
 def _fields(config: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:

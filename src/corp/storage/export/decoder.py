@@ -84,7 +84,7 @@ def why_not(model: nn.Module) -> str | None:
     if raw.get("hidden_act") not in ("silu", "swish"):
         return f"the MLPs of this {name} use {raw.get('hidden_act')!r}, not SiLU"
     if static_rope(raw) is None:
-        return f"the rotary frequencies of this {name} depend on layer or length ({raw.get('rope_parameters')})"
+        return f"the format has no rotary positions like those of this {name}: {raw.get('rope_parameters')}"
     return None
 
 

@@ -87,6 +87,10 @@ def write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
 
 
 def _tokens(content: dict[str, Any], size: int, fallback: bool) -> tuple[list[str], list[int]]:
+    if (count := 1 + max(content["model"]["vocab"].values())) > size:
+        raise StorageError(
+            f"the tokenizer has {count} tokens, the model's embedding {size}: they do not belong together"
+        )
     tokens, types = [f"[UNUSED{number}]" for number in range(size)], [UNUSED] * size
     for token, number in content["model"]["vocab"].items():
         tokens[number], types[number] = token, BYTE if fallback and BYTE_TOKEN.fullmatch(token) else NORMAL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -68,7 +69,7 @@ def _standard(
     refuse_biases(biases - set(target.state_dict()), library, "standard")
 
 
-def _reason(attempt: Any) -> str | None:
+def _reason(attempt: Callable[[], None]) -> str | None:
     try:
         attempt()
     except StorageError as error:

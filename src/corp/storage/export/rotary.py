@@ -49,7 +49,8 @@ def attentions(model: nn.Module) -> dict[str, Any]:
     """The attentions of a decoder with rotary positions, by name; none if one of them is of another kind."""
     found = {name: module for name, module in model.named_modules() if name.endswith(".self_attn")}
     plain = all(hasattr(m, "o_proj") and (hasattr(m, "q_proj") or hasattr(m, "qkv_proj")) for m in found.values())
-    return found if plain and hasattr(getattr(model, "model", None), "rotary_emb") else {}
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    return found if plain and hasattr(rotary, "inv_freq") else {}  # Gemma 3 has two tables of frequencies
 
 
 def common_heads(model: nn.Module) -> Heads | None:
