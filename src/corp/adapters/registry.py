@@ -38,11 +38,12 @@ class Library:
     """How a model is written so that its own library reads it, without corp.
 
     `resize(identity, widths, biases)` is the identity of a model whose MLP sites have these widths and, where `biases`,
-    a bias at every second linear. `resize_heads(identity, width)` is that of a model whose queries, keys and values are
-    all this wide, and what its queries must be multiplied by to keep the temperature; None where the library has no
-    such models. `write(model, identity, folder)` and `read(identity, folder, dtype)` are the
-    library's own. `example(model)` is a small batch to compare on. `companions(sources, folder)` copies what goes
-    with a model (tokenizer, preprocessing) from the first of several places that has it. `call` is how users load it.
+    a bias at every second linear. `resize_heads(identity, width, rope)` is that of a model whose queries, keys and
+    values are all this wide (`rope`: the parameters of rotary ones), and what its queries must be multiplied by to keep
+    the temperature; None where the library has no such models. `write(model, identity, folder)` and
+    `read(identity, folder, dtype)` are the library's own. `example(model)` is a small batch to compare on.
+    `companions(sources, folder)` copies what goes with a model (tokenizer, preprocessing) from the first of several
+    places that has it. `call` is how users load it.
     """
 
     name: str
@@ -52,7 +53,9 @@ class Library:
     example: Callable[[nn.Module], Any]
     companions: Callable[[list[str], Path], list[str]]
     call: Callable[[dict[str, Any], str], str]
-    resize_heads: Callable[[dict[str, Any], int], tuple[dict[str, Any], float] | None] = lambda _identity, _width: None
+    resize_heads: Callable[[dict[str, Any], int, dict[str, Any] | None], tuple[dict[str, Any], float] | None] = (
+        lambda _identity, _width, _rope: None
+    )
 
 
 _registered: dict[str, Adapter] = {}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 from corp.cli import arguments as a
 from corp.cli.console import command, note, progress, show_json, show_table
+from corp.errors import CorpError, StorageError
 
 
 @command
@@ -17,10 +20,11 @@ def export(
     to: Annotated[
         str | None,
         a.option(
-            "timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format.",
+            "timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format. "
+            "vllm, gguf: a Llama, Mistral, Qwen2 or Phi-3 with layers of different widths, for vLLM or llama.cpp.",
             a.OUTPUT,
             show_default="the model's own library",
-            autocompletion=lambda: ["timm", "hf", "onnx", "pt2"],
+            autocompletion=lambda: ["timm", "hf", "onnx", "pt2", "vllm", "gguf"],
         ),
     ] = None,
     profile: Annotated[
@@ -33,6 +37,10 @@ def export(
             autocompletion=lambda: ["standard", "compat"],
         ),
     ] = None,
+    quant: Annotated[
+        str | None,
+        a.option("For gguf: f32, f16, bf16 or q8_0.", a.OUTPUT, show_default="the model's own precision"),
+    ] = None,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
@@ -42,10 +50,17 @@ def export(
 
     require_output(out, overwrite=overwrite)
     line = shlex.join(["corp", *sys.argv[1:]])
-    with progress(f"exporting {folder}", None, "", quiet=json):
-        made = storage.export(folder, out, to=to, profile=profile, overwrite=overwrite, command=line)
+    try:
+        with progress(f"exporting {folder}", None, "", quiet=json):
+            made = storage.export(folder, out, to=to, profile=profile, quant=quant, overwrite=overwrite, command=line)
+    except StorageError:
+        _note_possible(folder)
+        raise
     if made.difference is None:
-        note(f"not compared with the pruned model: {made.library} is not installed (pip install 'corp-prune[onnx]')")
+        package = {"gguf": "xllamacpp"}.get(made.target, "'corp-prune[onnx]'")
+        note(f"not compared with the pruned model: {made.library} is not installed (pip install {package})")
+    for text in made.notes:
+        note(text)
     if json:
         show_json({"output": str(out), **made.to_dict()})
         return
@@ -58,10 +73,23 @@ def export(
     ]
     form = f"{made.profile} profile" if made.profile else made.target
     show_table(f"{out}, {form}", ("", made.library), rows)
-    note(f"saved to {out}; load it with {_loading(made.load)}")
+    note(f"saved to {out}; {_loading(made.load)}")
+
+
+def _note_possible(folder: Path) -> None:
+    """Tell, after a refusal, where else this model can go."""
+    from corp.storage import folder as storage
+
+    with suppress(CorpError):
+        flags = [
+            "--profile compat" if target == "compat" else f"--to {target}"
+            for target, reason in storage.exports(folder).items()
+            if reason is None
+        ]
+        note(f"this model can be exported with {', '.join(flags)}")
 
 
 def _loading(lines: str) -> str:
-    """The expression that loads it, out of the lines that users would write."""
-    line = next(line for line in lines.splitlines() if line.startswith(("model = ", "session = ")))
-    return line.partition(" = ")[2]
+    """How to load it: the expression, out of the lines that users would write, or the command."""
+    line = next((line for line in lines.splitlines() if line.startswith(("model = ", "session = "))), None)
+    return f"run it with {lines}" if line is None else f"load it with {line.partition(' = ')[2]}"

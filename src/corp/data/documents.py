@@ -5,12 +5,13 @@ Only positions are remembered, not texts: a file may be larger than memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from corp.data.chat import Chats, Message, Records
 from corp.data.files import JsonLines, PlainText, files_below
 from corp.data.tables import Parquet, SavedDataset, Table
 from corp.errors import DataError
@@ -32,14 +33,26 @@ class Documents(Protocol):
     def begins(self, number: int) -> bool: ...
 
 
-def open_documents(paths: Sequence[str | Path], *, field: str, lines: bool, piece: int) -> list[Documents]:
+def open_documents(
+    paths: Sequence[str | Path],
+    *,
+    field: str,
+    lines: bool,
+    piece: int,
+    template: Callable[[list[Message]], str] | None = None,
+) -> list[Documents]:
     """The documents of files and folders of files.
 
     field   the key, column name or column number (from 1) of the text, where a record has several
     lines   a plain text without separators is one document per line; else it is one document, read in
             pieces of about `piece` bytes
+    template  records are conversations, and this makes a text of their messages (see data.chat)
     """
-    found = [_open(file, field, lines, piece) for path in paths for file in _files(Path(path))]
+    found = [
+        _open(file, field, lines, piece) if template is None else _open_chats(file, template)
+        for path in paths
+        for file in _files(Path(path))
+    ]
     if not sum(map(len, found)):
         raise DataError(f"there is no text in {', '.join(map(str, paths))}")
     return found
@@ -74,6 +87,17 @@ def _files(path: Path) -> list[Path]:
     if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         return [path]
     return files_below(path, SUFFIXES, "texts")
+
+
+def _open_chats(path: Path, template: Callable[[list[Message]], str]) -> Documents:
+    kinds: dict[str, Callable[[Path, Any], Records]] = {".jsonl": JsonLines, ".parquet": Parquet, "": SavedDataset}
+    kind = kinds.get("" if path.is_dir() else path.suffix.lower())
+    if kind is None:
+        raise DataError(f"{path}: conversations are read from .jsonl and .parquet files and folders of datasets")
+    try:
+        return Chats(kind(path, None), template)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _open(path: Path, field: str, lines: bool, piece: int) -> Documents:

@@ -123,16 +123,24 @@ class JsonLines(Ranges):
     def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
         return between(content, b"\n")
 
-    def read(self, number: int) -> str:
+    def where(self, number: int) -> str:
+        return f"{self.path}, line {self.line(number)}"
+
+    def record(self, number: int) -> dict[str, Any]:
+        """The whole object of a line."""
         try:
             record = json.loads(super().read(number))
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.path}, line {self.line(number)}: not JSON ({error})") from error
+            raise DataError(f"{self.where(number)}: not JSON ({error})") from error
         if not isinstance(record, dict):
-            raise DataError(f"{self.path}, line {self.line(number)}: a {type(record).__name__}, not a JSON object")
+            raise DataError(f"{self.where(number)}: a {type(record).__name__}, not a JSON object")
+        return record
+
+    def read(self, number: int) -> str:
+        record = self.record(number)
         value = record.get(self._field)
         if not isinstance(value, str):
-            raise no_field(f"{self.path}, line {self.line(number)}", self._field, list(record), value)
+            raise no_field(self.where(number), self._field, list(record), value)
         return value.encode("utf-8", "replace").decode()  # JSON can say half a surrogate pair, tokenizers cannot
 
 

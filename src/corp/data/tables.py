@@ -92,10 +92,10 @@ class Table(Ranges):
 
 
 class Column:
-    """Texts in a column that a library reads."""
+    """Records that a library reads; `field` is the column of the text, None where whole records are wanted."""
 
-    def __init__(self, path: Path, field: str, fields: list[str], count: int) -> None:
-        if field not in fields:
+    def __init__(self, path: Path, field: str | None, fields: list[str], count: int) -> None:
+        if field is not None and field not in fields:
             raise no_field(str(path), field, fields)
         self.path, self._field, self._count = path, field, count
 
@@ -105,20 +105,23 @@ class Column:
     def begins(self, _number: int) -> bool:
         return True
 
-    def _value(self, number: int) -> Any:
+    def where(self, number: int) -> str:
+        return f"{self.path}, row {number + 1}"
+
+    def record(self, number: int) -> dict[str, Any]:
         raise NotImplementedError
 
     def read(self, number: int) -> str:
-        value = self._value(number)
+        value = self.record(number)[str(self._field)]
         if value is not None and not isinstance(value, str):
-            raise no_field(f"{self.path}, row {number + 1}", self._field, [self._field], value)
+            raise no_field(self.where(number), str(self._field), [str(self._field)], value)
         return value or ""
 
 
 class Parquet(Column):
     """Rows of a parquet file; the last row group read is kept. (`datasets` would copy the file to its cache first.)"""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str | None) -> None:
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
@@ -130,18 +133,21 @@ class Parquet(Column):
         self._held: tuple[int, Any] = (-1, None)
         super().__init__(path, field, list(self._file.schema_arrow.names), sum(sizes))
 
-    def _value(self, number: int) -> Any:
+    def record(self, number: int) -> dict[str, Any]:
         group = bisect_right(self._starts, number) - 1
         if self._held[0] != group:
             with _readable(self.path, "parquet"):
-                self._held = (group, self._file.read_row_group(group, columns=[self._field]).column(0))
-        return self._held[1][number - self._starts[group]].as_py()
+                columns = None if self._field is None else [self._field]
+                self._held = (group, self._file.read_row_group(group, columns=columns))
+        (row,) = self._held[1].slice(number - self._starts[group], 1).to_pylist()
+        found: dict[str, Any] = row
+        return found
 
 
 class SavedDataset(Column):
     """A folder that `datasets` saved (save_to_disk)."""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path, field: str | None) -> None:
         try:
             import datasets
         except ModuleNotFoundError:
@@ -153,8 +159,9 @@ class SavedDataset(Column):
             self._rows: Any = datasets.load_from_disk(str(path))
         super().__init__(path, field, list(self._rows.column_names), len(self._rows))
 
-    def _value(self, number: int) -> Any:
-        return self._rows[number][self._field]
+    def record(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._rows[number]
+        return found
 
 
 @contextmanager

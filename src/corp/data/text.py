@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from corp.data.chat import template_of
 from corp.data.documents import drawn, in_order, open_documents
 from corp.errors import DataError
 
@@ -119,15 +120,18 @@ def packed(
     seed: int,
     field: str = "text",
     batch_size: int | None = None,
+    chat: bool = False,
 ) -> TextBatches:
     """`samples` sequences of `length` tokens out of documents drawn by `seed` and joined with EOS.
 
-    Fewer where the text ends earlier; where it does not fill one sequence, one shorter one.
+    Fewer where the text ends earlier; where it does not fill one sequence, one shorter one. With `chat`, records are
+    conversations, made into texts by the tokenizer's chat template, which has all special tokens in it.
     """
     _check(length=length, samples=samples)
-    sources = open_documents(paths, field=field, lines=False, piece=DRAWN_PIECE)
+    template = template_of(tokenizer) if chat else None
+    sources = open_documents(paths, field=field, lines=False, piece=DRAWN_PIECE, template=template)
     ids = array("i")
-    for tokens in _joined(((text, True) for text in drawn(sources, seed)), tokenizer):
+    for tokens in _joined(((text, not chat) for text in drawn(sources, seed)), tokenizer):
         ids.extend(tokens)
         if len(ids) >= samples * length:
             break
@@ -145,16 +149,27 @@ def one_per_document(
     field: str = "text",
     batch_size: int | None = None,
     bos: bool = False,
+    chat: bool = False,
 ) -> TextBatches:
     """One document per sequence, cut at `length` tokens: `samples` of them drawn by `seed`, or all in their order.
 
     A plain text without separators has a document per line. With `bos`, sequences begin with BOS even where the
-    tokenizer does not put it there by itself.
+    tokenizer does not put it there by itself. `chat` is as for packed.
     """
     _check(length=length, samples=samples)
-    sources = open_documents(paths, field=field, lines=True, piece=WHOLE_PIECE)
+    template = template_of(tokenizer) if chat else None
+    sources = open_documents(paths, field=field, lines=True, piece=WHOLE_PIECE, template=template)
     texts = (text for text, _ in in_order(sources)) if samples is None else drawn(sources, seed)
-    return of_texts(texts, tokenizer, length=length, samples=samples, batch_size=batch_size, bos=bos, origin=paths)
+    return of_texts(
+        texts,
+        tokenizer,
+        length=length,
+        samples=samples,
+        batch_size=batch_size,
+        bos=bos,
+        origin=paths,
+        special=not chat,
+    )
 
 
 def of_texts(
@@ -166,14 +181,18 @@ def of_texts(
     batch_size: int | None = None,
     bos: bool = False,
     origin: Sequence[str | Path] = (),
+    special: bool = True,
 ) -> TextBatches:
-    """One sequence per text; texts that hold nothing but white space are left out."""
+    """One sequence per text; texts that hold nothing but white space are left out.
+
+    Without `special`, the tokenizer adds no special tokens: they are in the text, as a chat template puts them.
+    """
     ids, spans = array("i"), list[Span]()
     first = tokenizer.bos_token_id if bos else None
     for text in texts:
         if not text.strip():
             continue
-        tokens = _encode(tokenizer, text, length=length)
+        tokens = _encode(tokenizer, text, special=special, length=length)
         if first is not None and tokens[:1] != [first]:
             tokens = [first, *tokens[: length - 1]]
         spans.append(Span(len(ids), len(ids) + len(tokens), len(ids) + 1))

@@ -22,6 +22,7 @@ from corp.planning.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
 from corp.storage.export import targets
+from corp.storage.export.possible import targets_for
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.tying import assign, tied_names
@@ -102,23 +103,36 @@ def export(
     *,
     to: str | None = None,
     profile: str | None = None,
+    quant: str | None = None,
     overwrite: bool = False,
     command: str | None = None,
 ) -> Exported:
-    """Write the model of a compact folder in a form that needs no corp: for its own library (see save), ONNX or PT2.
+    """Write the model of a compact folder in a form that needs no corp.
 
-    `to` is "timm", "hf", "onnx" or "pt2"; by default the model's own library. `profile` goes with the first two.
+    `to` is "timm" or "hf" (the model's own library, the default; `profile` as for save), "onnx", "pt2", "vllm" or
+    "gguf" (llama.cpp; `quant` is "f32", "f16", "bf16" or "q8_0", by default the model's own precision).
     """
     folder = Path(source)
     manifest = read_manifest(folder)
-    chosen = targets.choose(manifest["base"], to, profile)
+    chosen = targets.choose(manifest["base"], to, profile, quant)
     refuse_existing(Path(out), overwrite=overwrite)
     origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
     origin["command"] = command
     model = load(folder)
     sources = _sources([str(folder)], model, manifest.get("calibration"))
     with new_folder(Path(out), overwrite=overwrite) as new:
-        return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin)
+        return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin, quant)
+
+
+def exports(source: str | Path) -> dict[str, str | None]:
+    """For every target of export, why the model of a compact folder cannot go there; None where it can."""
+    folder = Path(source)
+    manifest = read_manifest(folder)
+    *earlier, last = read_plans(folder, manifest)
+    with torch.device("meta"):
+        model = rebuild(manifest["base"], folder)
+    _shrink_all(model, tuple(earlier))
+    return targets_for(model, last)
 
 
 def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:

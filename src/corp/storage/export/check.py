@@ -23,12 +23,17 @@ def precise(model: nn.Module) -> torch.dtype:
     return dtype if dtype in (torch.float64, torch.float32) else torch.float32
 
 
+def on_cpu(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself where it is there already, else a copy."""
+    if all(p.dtype == dtype and p.device.type == "cpu" for p in model.parameters() if p.is_floating_point()):
+        return model
+    return copy.deepcopy(model).to("cpu", dtype)
+
+
 def largest_difference(model: nn.Module, reread: nn.Module, batch: Any) -> float:
     """Between the outputs of the two, relative to the largest output; both are run on the CPU, in `precise`."""
     dtype = precise(model)
-    if any(parameter.dtype != dtype or parameter.device.type != "cpu" for parameter in model.parameters()):
-        model = copy.deepcopy(model).to("cpu", dtype)
-    reread = reread.to("cpu", dtype)
+    model, reread = on_cpu(model, dtype), reread.to("cpu", dtype)
     _same_rounding(model, reread)
     batch = move(batch, torch.device("cpu"), dtype)
     return apart(outputs(model, batch), outputs(reread, batch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.export import ExportedProgram
 
 from corp.calibration.batches import evaluating
 from corp.errors import StorageError
-from corp.storage.export.check import apart, named, require_agreement
+from corp.storage.export.check import apart, named, on_cpu, require_agreement
 from corp.storage.export.graphs import (
     INPUT,
     Graph,
@@ -43,7 +42,7 @@ def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> flo
         raise StorageError(f"{target!r} is not one of {', '.join(FILES)}")
     # Few ONNX runtimes have kernels for another.
     dtype = torch.float32 if target == ONNX else next(model.parameters()).dtype
-    model = _on_cpu(model, dtype)
+    model = on_cpu(model, dtype)
     inputs = {name: _placed(value, dtype) for name, value in inputs_for(model, batch).items()}
     path = folder / FILES[target]
     if target == PT2:
@@ -80,13 +79,6 @@ def load_lines(target: str, path: str, names: list[str]) -> str:
         f"import onnxruntime\n\nsession = onnxruntime.InferenceSession({file!r})\n"
         f"outputs = session.run(None, {{{feed}}})"
     )
-
-
-def _on_cpu(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model itself where it is there already, else a copy."""
-    if all(p.dtype == dtype and p.device.type == "cpu" for p in model.parameters() if p.is_floating_point()):
-        return model
-    return copy.deepcopy(model).to("cpu", dtype)
 
 
 def _placed(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from corp.adapters.registry import Library, adapter_named, find_sites, library_of
 from corp.errors import StorageError
@@ -16,6 +16,15 @@ from corp.measure.cost import count_params
 from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.padding import pad
 from corp.storage.export.record import Exported, write_record
+from corp.storage.export.rotary import (
+    Heads,
+    attentions,
+    common_heads,
+    longrope,
+    rope_factors,
+    static_rope,
+    written_state,
+)
 from corp.storage.tying import assign
 from corp.surgery.apply import history
 
@@ -42,22 +51,30 @@ def write_profile(
     library, make = library_for(base)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
+    rotary: dict[str, Tensor] = {}  # attentions whose heads the config can say, all of one width
     if profile == STANDARD:
         widths = {site.name: site.width for site in find_sites(model).mlp}
         identity = library.resize(identity, widths, bool(biases))
         said = {"mlp"}  # their config says the width: nothing to pad there
-        width = _one_head_width(model)
-        heads = None if width is None else library.resize_heads(identity, width)
+        width, common = _one_head_width(model), common_heads(model)
+        if common is not None and common.narrower:
+            rope = _rope(model, common)
+            heads = None if rope is None else library.resize_heads(identity, common.width, rope)
+            rotary = {} if heads is None else written_state(model, common)
+        else:
+            heads = None if width is None else library.resize_heads(identity, width, None)
         if heads is not None:
             identity, factor = heads
             said |= {"attn", "vo"}
         plans = tuple(replace(plan, sites=tuple(s for s in plan.sites if s.kind not in said)) for plan in plans)
     target = _build(make, identity, "cpu")
-    _refuse(set(biases) - set(target.state_dict()), library, profile)
-    assign(target, pad(model, _build(make, identity), plans))
+    refuse_biases(set(biases) - set(target.state_dict()), library, profile)
+    assign(target, {**pad(model, _build(make, identity), plans), **rotary})
     _scale_queries(target, factor)
     library.write(target.eval(), identity, folder)
-    difference = _check(model, library, identity, folder)
+    # Scaled queries are rounded once more than the pruned model's: in half precision that shows.
+    rounded = next(model.parameters()).dtype if rotary else precise(model)
+    difference = _check(model, library, identity, folder, rounded)
     made = Exported(
         LIBRARY_TARGETS[library.name],
         profile,
@@ -96,10 +113,20 @@ def _scale_queries(model: nn.Module, factor: float) -> None:
                 parameter.data[site.q.index] *= factor
 
 
-def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path) -> float:
+def _rope(model: nn.Module, heads: Heads) -> dict[str, Any] | None:
+    """The rotary parameters of the pairs that are left, where the library has such: see rotary.longrope."""
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    rope = static_rope(config)
+    if rope is None or rope.get("rope_type") == "yarn" or not hasattr(attentions(model).popitem()[1], "q_proj"):
+        return None
+    base = float(rope["rope_theta"])
+    return longrope(base, rope_factors(model, heads, base), config["max_position_embeddings"])
+
+
+def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> float:
     reread = library.read(identity, folder, precise(model))
     difference = largest_difference(model, reread, library.example(model))
-    require_agreement(difference, precise(model))
+    require_agreement(difference, dtype)
     return difference
 
 
@@ -126,7 +153,8 @@ def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
     return [name for name in model.state_dict() if name not in known]
 
 
-def _refuse(biases: set[str], library: Library, profile: str) -> None:
+def refuse_biases(biases: set[str], library: Library, profile: str) -> None:
+    """An error where compensation made biases that the profile cannot hold."""
     if biases:
         other = " (the standard profile may hold it)" if profile == COMPAT else ""
         raise StorageError(

@@ -25,6 +25,7 @@ class Exported:
     params: tuple[int, int]  # of the pruned model, and as written
     difference: float | None  # the largest, relative to the largest output; None where it could not be checked
     companions: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # what is not as one would expect: padding, what was not run
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -35,6 +36,7 @@ class Exported:
             "params": {"pruned": self.params[0], "written": self.params[1]},
             "difference": self.difference,
             "companions": list(self.companions),
+            "notes": list(self.notes),
         }
 
 
@@ -60,11 +62,11 @@ labels. Recipe: {recipe}.
 
 {form}: it loads without corp. {_shape(made)}
 
-```python
+```{"python" if " = " in made.load else "sh"}
 {made.load}
 ```
 
-{_checked(made)}
+{_checked(made)}{"".join(f" Note: {note}." for note in made.notes)}
 """
 
 

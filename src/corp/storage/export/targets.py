@@ -1,4 +1,4 @@
-"""Where a pruned model can go: its own library (two profiles), ONNX, PT2."""
+"""Where a pruned model can go: its own library (two profiles), ONNX, PT2, vLLM, llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ from corp.adapters.registry import library_of
 from corp.errors import StorageError
 from corp.measure.cost import count_params
 from corp.storage.export.formats import LIBRARIES, ONNX, PT2, load_lines, require_packages, write_format
+from corp.storage.export.gguf_file import require_gguf
 from corp.storage.export.graphs import inputs_for
 from corp.storage.export.profiles import LIBRARY_TARGETS, PROFILES, STANDARD, library_for, write_profile
 from corp.storage.export.record import Exported, write_record
+from corp.storage.export.served import GGUF, SERVED, load_line, write_served
 from corp.surgery.apply import history
 
-TARGETS = (ONNX, PT2, *LIBRARY_TARGETS.values())
+TARGETS = (*LIBRARY_TARGETS.values(), ONNX, PT2, *SERVED)
 
 
-def choose(base: dict[str, Any] | None, target: str | None, profile: str | None) -> tuple[str, str | None]:
+def choose(
+    base: dict[str, Any] | None, target: str | None, profile: str | None, quant: str | None = None
+) -> tuple[str, str | None]:
     """Target and profile for the model that `base` names, from what was asked for; what cannot be is refused."""
     if target is not None and target not in TARGETS:
         raise StorageError(f"to={target!r} is not one of {', '.join(TARGETS)}")
-    if target in (ONNX, PT2):
+    if quant is not None and target != GGUF:
+        raise StorageError(f"quant={quant!r} goes with to='gguf'")
+    if target in (ONNX, PT2, *SERVED):
         if profile is not None:
             raise StorageError(f"profile={profile!r} goes with to=timm or hf; {target} holds the true widths")
+        if target == GGUF:
+            require_gguf(quant)
         if target == ONNX:
             require_packages("onnx", "onnxscript")
         return target, None
@@ -47,6 +55,7 @@ def write(
     chosen: tuple[str, str | None],
     sources: list[str],
     record: dict[str, Any],
+    quant: str | None = None,
 ) -> Exported:
     """Write the pruned `model` into `folder`, which will be called `path`, read it back, and compare.
 
@@ -57,6 +66,13 @@ def write(
     if profile is not None:
         return write_profile(model, base, folder, path, profile, sources, record)
     library = library_of(str((base or {}).get("adapter")))
+    if target in SERVED:
+        if library is None or library.name != "transformers":
+            raise StorageError(f"{target} takes language models of transformers, and this is none")
+        made = write_served(model, library, folder, path, target, sources, quant)
+        shown = replace(made, load=load_line(target, path.resolve().name))
+        write_record(folder, path.resolve().name, shown, {"base": base, **record}, history(model))
+        return made
     if library is None:
         raise StorageError(
             "no library says what inputs this model takes; trace it with an example: "

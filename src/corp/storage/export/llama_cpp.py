@@ -1,0 +1,103 @@
+"""A GGUF file run by llama.cpp, out of the package xllamacpp: the proof of a GGUF export.
+
+It stands alone and runs in a process of its own (`python llama_cpp.py FILE TOKEN …` prints the log-probabilities of
+the next token as JSON), because llama.cpp ends its process when a file is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ALL = 1 << 24  # more than any vocabulary has
+
+
+def available() -> bool:
+    return find_spec("xllamacpp") is not None
+
+
+def next_log_probabilities(file: Path, tokens: list[int]) -> list[float]:
+    """Of every token behind `tokens`, computed in another process; RuntimeError with llama.cpp's words if it fails."""
+    command = [sys.executable, "-P", __file__, str(file), *map(str, tokens)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        telling = [line for line in lines if "error" in line.lower() or "ASSERT" in line]
+        raise RuntimeError((telling or lines or [f"it ended with {done.returncode}"])[-1])
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+class Llama:
+    """One loaded model: in float32 throughout, cache included, on `threads` threads, one sequence at a time."""
+
+    def __init__(self, file: Path, *, context: int = 256, threads: int = 1) -> None:
+        import xllamacpp
+
+        params: Any = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = str(file), context, 1
+        params.warmup, params.fit_params, params.verbosity = False, False, -1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.server: Any = xllamacpp.Server(params)
+        self._plain: list[int] = []  # a token that llama.cpp tells of
+
+    def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
+        """llama.cpp's answer to a greedy completion of `count` tokens."""
+        request = {"prompt": tokens, "n_predict": count, "temperature": 0.0, "cache_prompt": True, **options}
+        made: dict[str, Any] = self.server.handle_completions(request)
+        if "choices" not in made:
+            raise RuntimeError(f"llama.cpp: {made}")
+        return made
+
+    def likeliest(self, tokens: list[int], count: int) -> list[tuple[int, float]]:
+        """The `count` likeliest tokens behind `tokens`, with their log-probabilities."""
+        # What is drawn does not matter here, but llama.cpp tells nothing of pieces of a UTF-8 character.
+        found = next(filter(None, (self._told(tokens, drawn, count) for drawn in (*self._plain, *tokens))), None)
+        if found is None:
+            raise RuntimeError("llama.cpp: no token of the prompt is a piece of text")
+        self._plain = [found["id"]]
+        return [(one["id"], float(one["logprob"])) for one in found["top_logprobs"]]
+
+    def distribution(self, tokens: list[int]) -> list[float]:
+        """The log-probability of every token behind `tokens`, by id."""
+        values = [value for _, value in sorted(self.likeliest(tokens, ALL))]
+        # llama.cpp normalises in float32, where thousands of small numbers do not add up.
+        total = math.log(math.fsum(map(math.exp, values)))
+        return [value - total for value in values]
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        """The `count` likeliest tokens, one after the other."""
+        made = list(tokens)
+        for _ in range(count):
+            made.append(self.likeliest(made, 1)[0][0])
+        return made[len(tokens) :]
+
+    def score(self, tokens: list[int]) -> list[float]:
+        """The log-probability of every token but the first, each behind those before it."""
+        return [self.distribution(tokens[:place])[tokens[place]] for place in range(1, len(tokens))]
+
+    def _told(self, tokens: list[int], drawn: int, count: int) -> dict[str, Any] | None:
+        """What llama.cpp reports of one step that draws the token `drawn`; None where it holds that back.
+
+        The bias decides what is drawn; the probabilities that are reported do not know of it.
+        """
+        made = self.complete(tokens, 1, logit_bias=[[drawn, 1e6]], logprobs=count, n_probs=count)
+        told = made["choices"][0]["logprobs"]
+        first: dict[str, Any] | None = told["content"][0] if told and told["content"] else None
+        return first if first and first["id"] == drawn else None
+
+
+def main(file: str, *tokens: str) -> None:
+    prompt = list(map(int, tokens))
+    print(json.dumps(Llama(Path(file), context=max(64, 2 * len(prompt))).distribution(prompt)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
