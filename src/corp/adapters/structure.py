@@ -1,0 +1,362 @@
+"""MLPs and attentions found by structure: the names and shapes of linear layers, no class of any library.
+
+What is found here is a claim. Where a batch can be run, adapters/proof.py tries every claim out on the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from corp.sites import AttentionSite, MLPSite, Refusal, Rotary, Rows, Site, ValueSite, is_transposed, projection_of
+from corp.surgery.linear import why_not_linear
+from corp.surgery.padded import Padded
+
+_AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_)?{}(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
+_PARTS = {
+    letters: re.compile(_AFFIX.format(f"(?:{words})"), re.IGNORECASE)
+    for letters, words in {
+        "q": "q|query|queries|query_states",
+        "k": "k|key|keys",
+        "v": "v|value|values",
+        "qkv": "qkv|query_key_value|attn_qkv",
+        "kv": "kv|key_value",
+        "qk": "qk|query_key",
+    }.items()
+}
+_PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape says so
+_OUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|linear_out|to_out|output|fc_o|proj_out|"
+                  r"projection|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
+                  r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
+_BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_kv")
+_DOWN = re.compile(r"(?:fc2|fc_2|w2|wo|down|down_proj|c_proj|lin2|linear2|linear_2|fc_out|proj_out|output|dense_4h_to_h|"
+                   r"output_dense|output_linear|out_proj|wo_proj|dense_2|proj|output_layer|linear_out)"
+                   r"(?:\.0|\.dense|\.linear)?$")  # fmt: skip
+NORMALISED = (
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
+    "the length cannot"
+)
+NARROWED = "it was narrowed already; prune the dense model instead"
+
+
+def is_linear(module: object) -> bool:
+    """Whether a module is a linear layer, plain or not."""
+    return isinstance(module, nn.Linear) or is_transposed(module)  # type: ignore[arg-type]
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer by name, in the order of registration."""
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def in_block(name: str) -> bool:
+    """Whether a layer is inside a numbered (repeated) block."""
+    return any(part.isdigit() or re.fullmatch(r"[a-z_]*(?:layer|block)s?_?\d+", part) for part in name.split(".")[:-1])
+
+
+def out_features(module: Any) -> int:
+    return len(projection_of(module).weight)
+
+
+def in_features(module: Any) -> int:
+    return projection_of(module).weight.shape[1]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An attention module's linear layers: (path below it, letters it makes) and its output projection's full name."""
+
+    name: str
+    makers: tuple[tuple[str, str], ...]
+    down: str | None
+
+    def full(self, path: str) -> str:
+        return f"{self.name}.{path}" if self.name else path
+
+
+def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
+    """Modules that make queries, keys and values, each once, of layers that nobody has taken."""
+    for name, module in model.named_modules():
+        parts = _parts(model, name, module)
+        if parts is not None and not taken & {parts.full(path) for path, _ in parts.makers}:
+            yield parts
+
+
+def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
+    near = {path: child for path, child in module.named_modules() if is_linear(child) and _near(path)}
+    makers = [(path, letters) for path, child in near.items() if (letters := letters_of(path, child))]
+    if sorted("".join(letters for _, letters in makers)) != ["k", "q", "v"]:
+        return None
+    inside = [path for path in near if _OUT.match(path) and path not in dict(makers)]
+    if inside:
+        down: str | None = f"{name}.{inside[0]}" if name else inside[0]
+    else:
+        down = _beside(model, name, in_features_wanted=None)
+    return Parts(name, tuple(makers), down)
+
+
+def _near(path: str) -> bool:
+    """A child, or the only layer of a wrapper around it (to_out.0, output.dense)."""
+    return path.count(".") == 0 or (path.count(".") == 1 and path.endswith((".0", ".dense", ".proj", ".linear")))
+
+
+def letters_of(path: str, layer: nn.Module) -> str:
+    """What comes out of a layer of this name: some of q, k and v in order, or nothing that is known."""
+    for letters, pattern in _PARTS.items():
+        if pattern.match(path):
+            return letters
+    rows, columns = projection_of(layer).weight.shape
+    return "qkv" if _PACKED.match(path) and rows > columns else ""
+
+
+def _beside(model: nn.Module, name: str, in_features_wanted: int | None) -> str | None:
+    """The output projection of an attention that does not hold it (BERT: attention.self, attention.output.dense)."""
+    parent = name.rpartition(".")[0]
+    for path in _BESIDE:
+        full = f"{parent}.{path}" if parent else path
+        try:
+            found = model.get_submodule(full)
+        except AttributeError:
+            continue
+        if is_linear(found):
+            return full
+    return None
+
+
+def _number(module: Any, names: tuple[str, ...], fits: Any) -> int | None:
+    """The first whole number under one of these names, in the module or its config, that fits."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0 and fits(value):
+                return value
+    return None
+
+
+def head_rows(model: nn.Module, parts: Parts) -> list[tuple[int, int, dict[str, Rows]]]:
+    """(heads, key heads, rows of q, k and v) in every way that the shapes allow, the likeliest first."""
+    module: Any = model.get_submodule(parts.name)
+    sizes = {letters: out_features(module.get_submodule(path)) for path, letters in parts.makers}
+    paths = {letters: parts.full(path) for path, letters in parts.makers}
+    if "qkv" in sizes:
+        return _packed(module, paths["qkv"], sizes["qkv"])
+    q_rows = sizes.get("q") or sizes["qk"] // 2
+    heads = _number(module, (*_HEADS, *_config_heads(module)), lambda n: q_rows % n == 0)
+    if heads is None:
+        return []
+    d = q_rows // heads
+    kv = sizes.get("k", q_rows if "qk" in sizes else sizes.get("kv", 0) // 2)
+    if kv % d:
+        return []
+    groups = kv // d
+    rows: dict[str, Rows] = {}
+    for letters, path in paths.items():
+        start = 0
+        for letter in letters:
+            high = q_rows if letter == "q" else kv if letter == "k" or len(letters) > 1 else sizes["v"]
+            rows[letter] = Rows(path, start, start + high)
+            start += high
+        if start != sizes[letters]:
+            return []
+    return [(heads, groups, rows)] if heads % groups == 0 and rows["v"].width % groups == 0 else []
+
+
+def _config_heads(module: Any) -> tuple[str, ...]:
+    return ("encoder_attention_heads", "decoder_attention_heads") if hasattr(module, "config") else ()
+
+
+def _packed(module: Any, path: str, total: int) -> list[tuple[int, int, dict[str, Rows]]]:
+    """Layouts of a packed projection: all q, all k, all v; or of every (group of) head(s) one after the other."""
+    found = []
+    heads = _number(module, (*_HEADS, *_config_heads(module)), lambda n: total % n == 0 or True)
+    if heads is None:
+        return []
+    counts = [heads, *([known] if (known := _number(module, _KV_HEADS, lambda n: heads % n == 0)) else []), 1]
+    down = next((in_features(m) for p, m in module.named_modules() if is_linear(m) and _OUT.match(p)), None)
+    by_head = "query_key_value" in path.rpartition(".")[2]
+    for groups in dict.fromkeys(counts):
+        if total % (heads + 2 * groups):
+            continue
+        d = total // (heads + 2 * groups)
+        if down is not None and heads * d != down:
+            continue
+        flat = {
+            "q": Rows(path, 0, heads * d),
+            "k": Rows(path, heads * d, (heads + groups) * d),
+            "v": Rows(path, (heads + groups) * d, total),
+        }
+        shared = heads // groups
+        period = (shared + 2) * d
+        bounds = {"q": (0, shared * d), "k": (shared * d, (shared + 1) * d), "v": ((shared + 1) * d, period)}
+        nested = {
+            letter: Rows(path, *bound, runs=groups, period=period if groups > 1 else 0)
+            for letter, bound in bounds.items()
+        }
+        both = [(heads, groups, flat), (heads, groups, nested)] if groups > 1 else [(heads, groups, flat)]
+        found += reversed(both) if by_head else both
+    return found
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The sites that an attention may have, and why there is none of a kind."""
+
+    parts: Parts
+    qk: tuple[AttentionSite, ...] = ()  # alternatives, the likeliest first
+    vo: tuple[ValueSite, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
+    """Queries and keys, and values, of an attention found by its names; `note` adds masks and causality."""
+    down = parts.down or parts.full("out")
+    names = [*(parts.full(path) for path, _ in parts.makers), *([parts.down] if parts.down else [])]
+    problem = next((f"{n.rpartition('.')[2]} {p}" for n in names if (p := why_not_linear(model.get_submodule(n)))), None)
+    ways = [] if problem else head_rows(model, parts)
+    if not ways:
+        reason = problem or "its heads are not found in its shapes"
+        return Claim(parts, refused=(Refusal(parts.name, "attn", reason), Refusal(down, "vo", reason)))
+    module: Any = model.get_submodule(parts.name)
+    refused: list[Refusal] = []
+    qk: list[AttentionSite] = []
+    vo: list[ValueSite] = []
+    for heads, groups, rows in ways:
+        kv_heads = None if groups == heads else groups
+        build = Padded(rows["q"], rows["k"], rows["v"], heads, groups, parts.down)
+        if parts.down and in_features(model.get_submodule(parts.down)) == heads * (rows["v"].width // groups):
+            vo.append(ValueSite(parts.down, rows["v"], heads, parts.down, parts.name, build, kv_heads, padded=True))
+        base = AttentionSite(parts.name, rows["q"], rows["k"], heads, build, kv_heads=kv_heads, padded=True)
+        qk += [replace(base, **change) for change in rotations(module, base)]
+    if normed(module):
+        refused.append(Refusal(parts.name, "attn", NORMALISED))
+        qk = []
+    if not vo:
+        reason = "its output projection is not found" if not parts.down else "its output projection has another width"
+        refused.append(Refusal(down, "vo", reason))
+    return Claim(parts, tuple(note(s) for s in qk), tuple(note(s) for s in vo), tuple(refused))
+
+
+def normed(module: nn.Module) -> bool:
+    """Whether queries or keys are normalised, told by the names of children that are more than the identity."""
+    pattern = re.compile(r"(?:q|k|qk|query|key|q_?a?|k_?a?)_?(?:layer_?norm|norm|ln|layernorm)$|norm_?(?:q|k)$|(?:q|k)_ln$")
+    return any(pattern.match(name) and not isinstance(child, nn.Identity) for name, child in module.named_children())
+
+
+def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
+    """How queries and keys may be rotated: not at all, or the first dimensions in halves or in neighbours."""
+    d = site.width
+    known = [getattr(module, name, None) for name in ("rotary_ndims", "rotary_dim", "rope_dim", "rotary_dims")]
+    partial = [n for n in known if isinstance(n, int) and 0 < n < d and n % 2 == 0]
+    ways: list[dict[str, Any]] = [{}]
+    for dims in (d, *partial) if d % 2 == 0 else ():
+        ways.append({"rotary": Rotary(dims, None)})
+        q, k = paired(site.q, d, dims), paired(site.k, d, dims)
+        ways.append({"rotary": Rotary(dims, None), "q": q, "k": k, "build": replace(site.build, q=q, k=k)})
+    return ways[1:] + ways[:1] if partial or hints_rotation(module) else ways
+
+
+def paired(rows: Rows, d: int, dims: int) -> Rows:
+    """The same rows, read so that the neighbours (2j, 2j + 1) come as (j, j + dims/2)."""
+    if rows.period:
+        return replace(rows, head=d, pairs=dims)
+    return replace(rows, stop=rows.start + d, runs=rows.width // d, period=d, head=d, pairs=dims)
+
+
+def hints_rotation(module: Any) -> bool:
+    names = set(type(module).forward.__code__.co_varnames) | set(type(module).forward.__code__.co_names)
+    return any(word in name for name in names for word in ("rotary", "rope", "rot_emb", "position_embeddings"))
+
+
+# MLPs.
+
+
+def mlps(model: nn.Module, taken: set[str]) -> Iterator[MLPSite | Refusal]:
+    """Linear layers that stand as (one or two) up and down in the smallest module that holds them."""
+    free = {name: layer for name, layer in linears(model).items() if name not in taken and in_scope(model, name)}
+    names = sorted((name for name, _ in model.named_modules()), key=lambda n: -n.count(".") - bool(n))
+    sites: set[str] = set()
+    for home in names:
+        prefix = f"{home}." if home else ""
+        here = {n: m for n, m in free.items() if n.startswith(prefix) and n.count(".") - prefix.count(".") <= 1}
+        while (found := _match(here)) is not None:
+            ups, down = found
+            for name in (*ups, down):
+                del here[name], free[name]
+            site = _site_name(model, home, down, sites)
+            sites.add(site)
+            yield _mlp(model, site, ups, down)
+
+
+def in_scope(model: nn.Module, name: str) -> bool:
+    """Inside a repeated block; or in a module of a class that also stands in one (a pooling head's MLP)."""
+    if in_block(name):
+        return True
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return False
+    cls = type(model.get_submodule(parent))
+    return cls.__name__.lower().endswith(("mlp", "ffn", "feedforward")) and any(
+        type(module) is cls and in_block(f"{other}.x") for other, module in model.named_modules()
+    )
+
+
+def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
+    """(ups, down) among the layers of a module, in order; names of a second layer come before the others."""
+    if len(here) < 2:
+        return None
+    names = list(here)
+    last = [n for n in names if _DOWN.match(_tail(n))]
+    order = last + [n for n in reversed(names) if n not in last]
+    for down in order:
+        hidden, width = in_features(here[down]), out_features(here[down])
+        others = [n for n in names if n != down and n not in last and in_features(here[n]) == width]
+        if hidden == width and down not in last:
+            continue  # nothing in the shapes tells the second from the first
+        ups = [n for n in others if out_features(here[n]) == hidden]
+        packed = [n for n in others if out_features(here[n]) == 2 * hidden]
+        if len(ups) in (1, 2):
+            return tuple(ups), down
+        if len(packed) == 1:
+            return tuple(packed), down
+        before = [n for n in ups if names.index(n) < names.index(down)]
+        if len(before) > 2:
+            return (before[-1],), down
+    return None
+
+
+def _tail(name: str) -> str:
+    """The last parts of a layer's name that tell what it is: `output.dense`, `fc2`."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1] in ("dense", "linear", "0") and len(parts) > 1 else parts[-1]
+
+
+def _site_name(model: nn.Module, home: str, down: str, known: set[str]) -> str:
+    """The module that holds the MLP; `mlp` in the block where that is the whole block; the layer if it has several."""
+    block = not home or home.rpartition(".")[2].isdigit()
+    name = (f"{home}.mlp" if home else "mlp") if block and not _is_small(model.get_submodule(home)) else home
+    return down if name in known or (block and name != home and hasattr(model.get_submodule(home), "mlp")) else name
+
+
+def _is_small(module: nn.Module) -> bool:
+    """An MLP of its own (an expert), not a whole block: it holds two or three linear layers and no norm."""
+    return len(linears(module)) <= 3
+
+
+def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSite | Refusal:
+    for layer in (*ups, down):
+        if problem := why_not_linear(model.get_submodule(layer)):
+            return Refusal(name, "mlp", f"{layer.rpartition('.')[2]} {problem}")
+    width = in_features(model.get_submodule(down))
+    rows = tuple(
+        Rows(up, start, start + width) for up in ups for start in range(0, out_features(model.get_submodule(up)), width)
+    )
+    return MLPSite(name, rows, down)
+
+
+Found = Site | Refusal
