@@ -33,10 +33,10 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @dataclass
 class Trial:
-    """One pass: `z` is what the consuming layers took, by name; `kernels` the attentions whose kernel was seen."""
+    """One pass: `z` is what the consuming layers took, by name; `kernels` what attention kernels took: shapes and scale."""
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
-    kernels: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
+    kernels: dict[str, tuple[torch.Size, torch.Size, float]] = field(default_factory=dict)
     made: set[str] = field(default_factory=set)
     output: list[Tensor] = field(default_factory=list)
 
@@ -138,8 +138,8 @@ def _end(name: str, trial: Trial) -> Any:
 
 
 def _kernel(name: str, trial: Trial) -> Any:
-    def see(q: Tensor, k: Tensor, _scale: float) -> None:
-        trial.kernels[name] = q.shape, k.shape
+    def see(q: Tensor, k: Tensor, scale: float) -> None:
+        trial.kernels[name] = q.shape, k.shape, scale
 
     return see
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.examples import examples
+from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import noted
 from corp.adapters.settle import first_ways, joined, settle
-from corp.adapters.structure import Claim, attentions, claim_attention, mlps
+from corp.adapters.structure import Claim, attentions, claim_attention, mlps, packed_experts
 from corp.calibration.batches import Forward, feed, placement
 from corp.errors import CorpError
 from corp.sites import Finding, Refusal, Site, layers_of, module_of
@@ -32,13 +33,15 @@ def search(
     """Known findings, and claims about all other layers but those under the prefixes `theirs`."""
     fixed: list[Site] = [one for one in known if not isinstance(one, Refusal)]
     refused = [one for one in known if isinstance(one, Refusal)]
-    claims = list(_claims(model, fixed, refused, theirs))
+    for one in _multiheads(model, fixed, refused, theirs):
+        (refused if isinstance(one, Refusal) else fixed).append(one)  # type: ignore[attr-defined]
+    claims = list(_claims(model, fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
     taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
     taken |= {claim.parts.down for claim in claims if claim.parts.down}
     taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
-    for one in mlps(model, taken):
+    for one in (*packed_experts(model), *mlps(model, taken)):
         if isinstance(one, Refusal):
             refused.append(one)
         else:
@@ -49,9 +52,20 @@ def search(
     return found
 
 
-def _claims(
+def _multiheads(
     model: nn.Module, fixed: Sequence[Site], refused: Sequence[Refusal], theirs: Sequence[str]
-) -> Iterator[Claim]:
+) -> list[Finding]:
+    """Every nn.MultiheadAttention that no adapter has spoken of."""
+    known = {module_of(site) for site in fixed} | {r.name for r in refused} | set(_under(model, theirs))
+    return [
+        one
+        for name, module in model.named_modules()
+        if type(module) in KNOWN and name not in known
+        for one in multihead(name, module)
+    ]
+
+
+def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> Iterator[Claim]:
     taken = {name for site in fixed for name in layers_of(site)} | set(_under(model, theirs))
     for parts in attentions(model, taken):
         yield claim_attention(model, parts, lambda site: noted(model, site))

@@ -81,7 +81,7 @@ class _Work:
         if not same_output(self.base, trial) or not self._sensitive(claimed):
             return False
         for site in every:
-            self._accept(site, outcome)
+            self._accept(site, outcome, trial)
         return True
 
     def _agrees(self, site: Site, trial: Trial) -> bool:
@@ -141,7 +141,7 @@ class _Work:
                 elif found <= self.limit and (problem := _unreadable(site, trial)):
                     outcome.refused.append(Refusal(site.name, site.kind, problem))
                 elif found <= self.limit:
-                    self._accept(site, outcome)
+                    self._accept(site, outcome, trial)
                 else:
                     best[site.name] = min(found, best.get(site.name, found))
                     if number + 1 < len(ways):
@@ -162,7 +162,9 @@ class _Work:
             ways_left = {"qk": tuple(ways), "vo": ()} if isinstance(site, AttentionSite) else {"vo": tuple(ways), "qk": ()}
             outcome.open.append(replace(claim, refused=(), **ways_left))  # type: ignore[arg-type]
 
-    def _accept(self, site: Site, outcome: Outcome) -> None:
+    def _accept(self, site: Site, outcome: Outcome, trial: Trial) -> None:
+        if isinstance(site, AttentionSite) and site.padded and site.attention in trial.kernels:
+            site = replace(site, scale=float(trial.kernels[site.attention][2]))
         if isinstance(site, ValueSite) and isinstance(site.build, Padded):
             self.chosen[site.attention] = site.build
         outcome.sites.append(site)
@@ -198,7 +200,7 @@ def _unreadable(site: Site, trial: Trial) -> str | None:
     shapes = trial.kernels.get(site.attention)
     if shapes is None:
         return NO_KERNEL
-    q, k = shapes
+    q, k, _ = shapes
     fits = len(q) == len(k) == 4 and q[1] == site.heads and q[3] == k[3] == site.width
     return None if fits and k[1] in (site.groups, site.heads) else NO_KERNEL
 

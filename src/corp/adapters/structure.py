@@ -6,31 +6,33 @@ What is found here is a claim. Where a batch can be run, adapters/proof.py tries
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
-from corp.sites import AttentionSite, MLPSite, Refusal, Rotary, Rows, Site, ValueSite, is_transposed, projection_of
+from corp.sites import AttentionSite, MLPSite, Refusal, Rotary, Rows, ValueSite, is_transposed, projection_of
 from corp.surgery.linear import why_not_linear
-from corp.surgery.padded import Padded
+from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
 
-_AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_)?{}(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
+_AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_|projection_|project_|att_proj_)?{}(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
 _PARTS = {
     letters: re.compile(_AFFIX.format(f"(?:{words})"), re.IGNORECASE)
     for letters, words in {
         "q": "q|query|queries|query_states",
         "k": "k|key|keys",
         "v": "v|value|values",
-        "qkv": "qkv|query_key_value|attn_qkv",
-        "kv": "kv|key_value",
+        "qkv": "qkv|query_key_value|attn_qkv|queries_keys_values",
+        "kv": "kv|key_value|keys_values",
         "qk": "qk|query_key",
     }.items()
 }
 _PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape says so
 _OUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|linear_out|to_out|output|fc_o|proj_out|"
-                  r"projection|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
+                  r"projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
                   r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
 _BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
@@ -58,6 +60,27 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 def in_block(name: str) -> bool:
     """Whether a layer is inside a numbered (repeated) block."""
     return any(part.isdigit() or re.fullmatch(r"[a-z_]*(?:layer|block)s?_?\d+", part) for part in name.split(".")[:-1])
+
+
+def not_linear(module: Any) -> str | None:
+    """Why a layer cannot be cut; a library's own subclass of nn.Linear can if it computes what nn.Linear would."""
+    problem = why_not_linear(module)
+    if problem and type(module).__module__.startswith(("transformers.", "timm.")) and _acts_linear(module):
+        return None
+    return problem
+
+
+def _acts_linear(module: Any) -> bool:
+    if not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if not names <= {"weight", "bias"} or isinstance(module, ScatterLinear | GatherLinear):
+        return False
+    if module.weight.is_meta:
+        return True
+    x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(module.weight)
+    with torch.no_grad():
+        return torch.allclose(module(x), nn.functional.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
 
 
 def out_features(module: Any) -> int:
@@ -93,11 +116,13 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
     makers = [(path, letters) for path, child in near.items() if (letters := letters_of(path, child))]
     if sorted("".join(letters for _, letters in makers)) != ["k", "q", "v"]:
         return None
+    if len(makers) == 1 and _PACKED.match(makers[0][0]) and _number(module, _HEADS, bool, own=True) is None:
+        return None  # `in_proj` and `attn` are names of other things too
     inside = [path for path in near if _OUT.match(path) and path not in dict(makers)]
     if inside:
         down: str | None = f"{name}.{inside[0]}" if name else inside[0]
     else:
-        down = _beside(model, name, in_features_wanted=None)
+        down = _beside(model, name)
     return Parts(name, tuple(makers), down)
 
 
@@ -111,11 +136,10 @@ def letters_of(path: str, layer: nn.Module) -> str:
     for letters, pattern in _PARTS.items():
         if pattern.match(path):
             return letters
-    rows, columns = projection_of(layer).weight.shape
-    return "qkv" if _PACKED.match(path) and rows > columns else ""
+    return "qkv" if _PACKED.match(path) else ""
 
 
-def _beside(model: nn.Module, name: str, in_features_wanted: int | None) -> str | None:
+def _beside(model: nn.Module, name: str) -> str | None:
     """The output projection of an attention that does not hold it (BERT: attention.self, attention.output.dense)."""
     parent = name.rpartition(".")[0]
     for path in _BESIDE:
@@ -129,9 +153,9 @@ def _beside(model: nn.Module, name: str, in_features_wanted: int | None) -> str 
     return None
 
 
-def _number(module: Any, names: tuple[str, ...], fits: Any) -> int | None:
-    """The first whole number under one of these names, in the module or its config, that fits."""
-    for owner in (module, getattr(module, "config", None)):
+def _number(module: Any, names: tuple[str, ...], fits: Any, *, own: bool = False) -> int | None:
+    """The first whole number under one of these names, in the module or (unless `own`) its config, that fits."""
+    for owner in (module, None if own else getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0 and fits(value):
@@ -217,7 +241,9 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
     """Queries and keys, and values, of an attention found by its names; `note` adds masks and causality."""
     down = parts.down or parts.full("out")
     names = [*(parts.full(path) for path, _ in parts.makers), *([parts.down] if parts.down else [])]
-    problem = next((f"{n.rpartition('.')[2]} {p}" for n in names if (p := why_not_linear(model.get_submodule(n)))), None)
+    problem = next((f"{n.rpartition('.')[2]} {p}" for n in names if (p := not_linear(model.get_submodule(n)))), None)
+    if any(isinstance(model.get_submodule(n), ScatterLinear | GatherLinear) for n in names):
+        problem = NARROWED
     ways = [] if problem else head_rows(model, parts)
     if not ways:
         reason = problem or "its heads are not found in its shapes"
@@ -253,12 +279,27 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
     d = site.width
     known = [getattr(module, name, None) for name in ("rotary_ndims", "rotary_dim", "rope_dim", "rotary_dims")]
     partial = [n for n in known if isinstance(n, int) and 0 < n < d and n % 2 == 0]
-    ways: list[dict[str, Any]] = [{}]
-    for dims in (d, *partial) if d % 2 == 0 else ():
-        ways.append({"rotary": Rotary(dims, None)})
+    rotated: list[dict[str, Any]] = []
+    for dims in (*partial, d) if d % 2 == 0 else ():
         q, k = paired(site.q, d, dims), paired(site.k, d, dims)
-        ways.append({"rotary": Rotary(dims, None), "q": q, "k": k, "build": replace(site.build, q=q, k=k)})
-    return ways[1:] + ways[:1] if partial or hints_rotation(module) else ways
+        halves: dict[str, Any] = {"rotary": Rotary(dims, None)}
+        neighbours = {**halves, "q": q, "k": k, "build": replace(site.build, q=q, k=k)}
+        rotated += [neighbours, halves] if _rotates_neighbours(module) else [halves, neighbours]
+    return [*rotated, {}] if partial or hints_rotation(module) else [{}, *rotated]
+
+
+def _rotates_neighbours(module: Any) -> bool:
+    """Whether the library's own function, beside the module's class, rotates neighbours instead of halves."""
+    beside = sys.modules.get(type(module).__module__)
+    if hasattr(beside, "rotate_every_two"):
+        return True
+    function = getattr(beside, "rotate_half", None)
+    if function is None:
+        return getattr(module, "rotate_half", True) is False  # as timm's attentions say it
+    try:
+        return bool(function(torch.arange(4.0, device="cpu"))[0] == -1)
+    except Exception:  # of other arguments than one tensor
+        return False
 
 
 def paired(rows: Rows, d: int, dims: int) -> Rows:
@@ -274,6 +315,14 @@ def hints_rotation(module: Any) -> bool:
 
 
 # MLPs.
+
+
+def packed_experts(model: nn.Module) -> Iterator[Refusal]:
+    """Modules that keep the matrices of all experts in one three-dimensional parameter."""
+    for name, module in model.named_modules():
+        if sum(p.dim() == 3 and len(p) > 1 for p in module.parameters(recurse=False)) >= 2 and in_block(f"{name}.x"):
+            reason = f"{type(module).__name__} keeps its experts packed in one parameter, which is not understood yet"
+            yield Refusal(name, "mlp", reason)
 
 
 def mlps(model: nn.Module, taken: set[str]) -> Iterator[MLPSite | Refusal]:
@@ -350,7 +399,7 @@ def _is_small(module: nn.Module) -> bool:
 
 def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSite | Refusal:
     for layer in (*ups, down):
-        if problem := why_not_linear(model.get_submodule(layer)):
+        if problem := not_linear(model.get_submodule(layer)):
             return Refusal(name, "mlp", f"{layer.rpartition('.')[2]} {problem}")
     width = in_features(model.get_submodule(down))
     rows = tuple(
@@ -358,5 +407,3 @@ def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSit
     )
     return MLPSite(name, rows, down)
 
-
-Found = Site | Refusal

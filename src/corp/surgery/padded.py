@@ -81,16 +81,26 @@ class Padded:
     down: str | None
 
     def replace(self, model: nn.Module, parts: dict[str, Any]) -> None:
-        """Put narrower layers in the places of the dense ones; `parts` are the new rows of q, k and v."""
-        given = {"q": (self.q, self.heads), "k": (self.k, self.groups), "v": (self.v, self.groups)}
-        for module in dict.fromkeys(rows.module for rows, _ in given.values()):
-            inside = {letter: one for letter, one in given.items() if one[0].module == module}
-            if set(inside) & set(parts):
-                model.set_submodule(module, self._narrow(model, module, inside, parts))
+        """Put narrower layers in the places of the dense ones; `parts` are the new rows of q, k and v.
+
+        The output projection has been narrowed already.
+        """
+        for name, layer in self.layers(model, parts).items():
+            model.set_submodule(name, layer)
         if "v" in parts and self.down is not None:
             width, kept = self.v.width // self.groups, len(parts["v"].weight) // self.groups
             index = [h * width + j for h in range(self.heads) for j in range(kept)]
             model.set_submodule(self.down, GatherLinear.of(model.get_submodule(self.down), index))
+
+    def layers(self, model: nn.Module, parts: dict[str, Any]) -> dict[str, nn.Module]:
+        """The layers, by name, that make the new parts."""
+        given = {"q": (self.q, self.heads), "k": (self.k, self.groups), "v": (self.v, self.groups)}
+        made: dict[str, nn.Module] = {}
+        for module in dict.fromkeys(rows.module for rows, _ in given.values()):
+            inside = {letter: one for letter, one in given.items() if one[0].module == module}
+            if set(inside) & set(parts):
+                made[module] = self._narrow(model, module, inside, parts)
+        return made
 
     def _narrow(self, model: nn.Module, name: str, inside: dict[str, tuple[Rows, int]], parts: dict[str, Any]) -> Any:
         """The layer `name` with the new parts in the order that the dense ones had, and where each row belongs."""
