@@ -15,26 +15,50 @@ TOKENS, WAVE = 12, 4000
 def examples(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """(module, batch) for the model and for models inside it: every tower of a larger one can be run alone."""
     for module in model.modules():
-        batch = example(module)
-        if batch is not None and len(batch):
-            yield module, batch
+        for batch in candidates(module):
+            if batch is not None and len(batch):
+                yield module, batch
 
 
-def example(module: Any) -> Any:
-    """A small random batch for a model of timm, torchvision or transformers; None where it does not say what it takes."""
+def candidates(module: Any) -> list[Any]:
+    """Small random batches for a model of timm, torchvision or transformers, of which it may take the first or none."""
     config = getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None)
     if isinstance(config, dict) or hasattr(config, "input_size"):
-        return image_like(module, config)
+        return [image_like(module, config)]
     patches = getattr(module, "patch_embed", None)
-    if isinstance(size := getattr(patches, "img_size", None), tuple) and isinstance(
-        proj := getattr(patches, "proj", None), torch.nn.Conv2d
-    ):
-        return torch.randn(1, proj.in_channels, *size, generator=_draw())
+    size, proj = getattr(patches, "img_size", None), getattr(patches, "proj", None)
+    if isinstance(size, tuple) and isinstance(proj, nn.Conv2d):
+        return [torch.randn(1, proj.in_channels, *size, generator=_draw())]
     if isinstance(getattr(module, "image_size", None), int) and hasattr(module, "conv_proj"):
-        return torch.randn(1, 3, module.image_size, module.image_size, generator=_draw())
+        return [torch.randn(1, 3, module.image_size, module.image_size, generator=_draw())]
     if hasattr(module, "main_input_name") and hasattr(module, "config"):
-        return inputs(module)
-    return None
+        return _varied(module, inputs(module))
+    return []
+
+
+def _varied(model: Any, whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """All inputs; the text alone; features with time first; a larger image; patches in a row."""
+    made = [whole]
+    if "pixel_values" in whole:
+        made.append({key: value for key, value in whole.items() if key != "pixel_values"})
+        made.append({**whole, "pixel_values": whole["pixel_values"].repeat(1, 1, 2, 2)})
+    if "input_features" in whole:
+        made.append({**whole, "input_features": whole["input_features"].mT.contiguous()})
+    takes, config = inspect.signature(model.forward).parameters, model.config
+    if "input_values" in whole and hasattr(config, "num_mel_bins"):
+        length = getattr(config, "max_length", 32)
+        made.append({"input_values": torch.randn(1, length, config.num_mel_bins, generator=_draw())})
+    vision = getattr(config, "vision_config", None) or config
+    if "spatial_shapes" in takes and hasattr(vision, "patch_size"):  # SigLIP 2: patches in a row, and their grid
+        numbers = getattr(vision, "num_channels", 3) * vision.patch_size**2
+        row = torch.randn(1, 4, numbers, generator=_draw())
+        shapes = {"pixel_attention_mask": torch.ones(1, 4), "spatial_shapes": torch.tensor([[2, 2]])}
+        made.append({**whole, "pixel_values": row, **shapes})
+    if "grid_thw" in takes and hasattr(vision, "patch_size"):  # Qwen2-VL's tower and its kin
+        channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+        numbers = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        made.append({"hidden_states": torch.randn(16, numbers, generator=_draw()), "grid_thw": torch.tensor([[1, 4, 4]])})
+    return made
 
 
 def _draw() -> torch.Generator:
@@ -73,6 +97,8 @@ def inputs(model: Any) -> dict[str, Tensor]:
         if name in takes and vocabulary and (name != "input_ids" or not sound):
             low = min(3, vocabulary - 1)
             made[name] = torch.randint(low, vocabulary, (size, TOKENS), generator=draw)
+    if "bbox" in takes and "input_ids" in made:
+        made["bbox"] = torch.zeros(*made["input_ids"].shape, 4, dtype=torch.long)
     if type(model).__name__.endswith("ForMultipleChoice") and "input_ids" in made:
         made["input_ids"] = made["input_ids"][:, None].repeat(1, 2, 1)
     if getattr(config, "add_cross_attention", False):

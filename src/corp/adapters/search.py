@@ -137,4 +137,8 @@ def _try(
     found.sites += outcome.sites
     found.refused += outcome.refused
     found.proven |= outcome.proven
-    return outcome.open, outcome.open_sites
+    if not strict:
+        return outcome.open, outcome.open_sites
+    left = [*outcome.open_sites, *first_ways(outcome.open)]
+    found.refused += [Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in left if s.name in outcome.unreached]
+    return [], [s for s in left if s.name not in outcome.unreached]

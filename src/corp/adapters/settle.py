@@ -27,13 +27,17 @@ NO_KERNEL = (
 
 @dataclass
 class Outcome:
-    """Sites and refusals; `open` are the claims that no run reached, `proven` the names of sites that were tried."""
+    """Sites and refusals; `open` are claims that the run could not decide, `proven` the names of sites that were tried.
+
+    `unreached` are the names of sites that nothing passed.
+    """
 
     sites: list[Site] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
     open: list[Claim] = field(default_factory=list)
     open_sites: list[Site] = field(default_factory=list)
     proven: set[str] = field(default_factory=set)
+    unreached: set[str] = field(default_factory=set)
 
 
 def settle(model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site]) -> Outcome:
@@ -117,14 +121,8 @@ class _Work:
         kept = {ways[0].name for _, ways in sensitive}
         for claim, ways in waiting:
             if ways[0].name not in kept:
-                self._leave_open(claim, ways, outcome)
+                self._undecided(claim, ways[0], ways, outcome)
         self._rounds(sensitive, outcome)
-
-    def _leave_open(self, claim: Claim | None, ways: Sequence[Site], outcome: Outcome) -> None:
-        if claim is None:
-            outcome.open_sites.append(ways[0])
-        else:
-            outcome.open.append(replace(claim, vo=(), refused=(), qk=tuple(ways)))  # type: ignore[arg-type]
 
     def _rounds(self, waiting: list[tuple[Claim | None, Sequence[Site]]], outcome: Outcome) -> None:
         """Round after round the next alternative of everything that has not been proven yet."""
@@ -136,8 +134,8 @@ class _Work:
             left = []
             for (claim, ways), site in zip(waiting, now, strict=True):
                 found = difference(site, self.at(site), self.base, trial)
-                if found is None:
-                    self._unreached(claim, site, ways, outcome)
+                if found is None or not all(rows.module in self.base.made for rows in made_by(site)):
+                    self._undecided(claim, site, ways, outcome)
                 elif found <= self.limit and (problem := _unreadable(site, trial)):
                     outcome.refused.append(Refusal(site.name, site.kind, problem))
                 elif found <= self.limit:
@@ -151,16 +149,21 @@ class _Work:
                         outcome.refused.append(Refusal(site.name, site.kind, reason))
             waiting, number = left, number + 1
 
-    def _unreached(self, claim: Claim | None, site: Site, ways: Sequence[Site], outcome: Outcome) -> None:
-        """Nothing came to the consuming layer: the data went elsewhere, or the layer is never called."""
-        if any(rows.module in self.base.made for rows in made_by(site)):
-            reason = f"what it makes is not consumed by a call of {self.at(site)}"
+    def _undecided(self, claim: Claim | None, site: Site, ways: Sequence[Site], outcome: Outcome) -> None:
+        """Nothing came by, or nothing that would show a difference; or layers are used without being called."""
+        called = [rows.module in self.base.made for rows in made_by(site)]
+        reached = self.at(site) in self.base.z
+        if any(called) != reached or (reached and not all(called)):
+            silent = [rows.module for rows, seen in zip(made_by(site), called, strict=True) if not seen]
+            reason = f"{(silent or [self.at(site)])[0]} is used without being called, so nothing can be seen of it"
             outcome.refused.append(Refusal(site.name, site.kind, reason))
-        elif claim is None:
+            return
+        outcome.unreached |= set() if reached else {site.name}
+        if claim is None:
             outcome.open_sites.append(site)
         else:
-            ways_left = {"qk": tuple(ways), "vo": ()} if isinstance(site, AttentionSite) else {"vo": tuple(ways), "qk": ()}
-            outcome.open.append(replace(claim, refused=(), **ways_left))  # type: ignore[arg-type]
+            left = {"qk": tuple(ways), "vo": ()} if isinstance(site, AttentionSite) else {"vo": tuple(ways), "qk": ()}
+            outcome.open.append(replace(claim, refused=(), **left))  # type: ignore[arg-type]
 
     def _accept(self, site: Site, outcome: Outcome, trial: Trial) -> None:
         if isinstance(site, AttentionSite) and site.padded and site.attention in trial.kernels:

@@ -317,6 +317,27 @@ def hints_rotation(module: Any) -> bool:
 # MLPs.
 
 
+def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) -> str | None:
+    """A module that has a parameter for every hidden channel (a norm, a convolution), registered among the layers.
+
+    Of a module that is all MLP any will do, wherever it is registered.
+    """
+    width = in_features(model.get_submodule(down))
+    order = list(model.get_submodule(home).named_modules(prefix=home))
+    names = [name for name, _ in order]
+    if not _is_small(model.get_submodule(home)):
+        order = order[min(map(names.index, ups)) : names.index(down)]
+    return next(
+        (
+            name
+            for name, module in order
+            if name not in (*ups, down)
+            and any(p.numel() == width or p.shape[:1] == (width,) for p in module.parameters(recurse=False))
+        ),
+        None,
+    )
+
+
 def packed_experts(model: nn.Module) -> Iterator[Refusal]:
     """Modules that keep the matrices of all experts in one three-dimensional parameter."""
     for name, module in model.named_modules():
@@ -339,7 +360,10 @@ def mlps(model: nn.Module, taken: set[str]) -> Iterator[MLPSite | Refusal]:
                 del here[name], free[name]
             site = _site_name(model, home, down, sites)
             sites.add(site)
-            yield _mlp(model, site, ups, down)
+            if between := per_channel(model, home, ups, down):
+                yield Refusal(site, "mlp", f"{between} has parameters of its own for every hidden channel")
+            else:
+                yield _mlp(model, site, ups, down)
 
 
 def in_scope(model: nn.Module, name: str) -> bool:
