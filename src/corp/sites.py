@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -19,7 +19,7 @@ class Rows:
     `weight` and `bias` are its parameters' names: nn.MultiheadAttention keeps a linear map as bare parameters.
     Where heads are packed one by one (q, k, v of the first head, then of the second …), the features come in `runs`,
     each `period` after the one before. Rotary pairs are read as (j, j + pairs/2); where the layer has them as
-    neighbours (2j, 2j + 1), `pairs` says how many of the `head` dimensions of every head are, and `index` reorders them.
+    neighbours (2j, 2j + 1), `pairs` says how many of the `head` dimensions of every head are; `index` reorders them.
     """
 
     module: str

@@ -64,7 +64,7 @@ def _tried(name: str, step: Callable[[], str]) -> Row:
         return Row(name, False, f"{type(error).__name__}: {error}")
 
 
-class _Broken(CorpError):
+class _BrokenError(CorpError):
     """A promise that did not hold."""
 
 
@@ -106,9 +106,7 @@ class _Contract:
 
     def recipe(self, share: float) -> Recipe:
         """All kinds that the model has, but what is refused by name."""
-        sites = self.find()
-        kinds = {kind: share for kind in KINDS if any(site.kind == kind for site in sites)}
-        return Recipe(**kinds, skip=[r.name for r in sites.refused if r.kind in kinds])
+        return _recipe(self.find(), share)
 
     def outputs(self, model: nn.Module) -> list[Tensor]:
         with torch.no_grad(), evaluating(model):
@@ -120,7 +118,7 @@ class _Contract:
     def identity(self) -> str:
         same = self.prune(self.model, Recipe())
         if not _equal(self.outputs(same.model), self.outputs(self.model)):
-            raise _Broken("the outputs differ")
+            raise _BrokenError("the outputs differ")
         return "bit-identical"
 
     def predicted(self) -> str:
@@ -131,7 +129,7 @@ class _Contract:
         odd = [one for one in checked if not one.finding.agrees]
         if odd:
             first = odd[0]
-            raise _Broken(
+            raise _BrokenError(
                 f"{len(odd)} of {len(checked)} sites: {first.finding.site} should lose {first.expected:.4%} of its "
                 f"output and loses {first.measured:.4%}"
             )
@@ -141,7 +139,7 @@ class _Contract:
         self.result = self.prune(self.model, self.recipe(self.sparsity))
         dense, smaller = (sum(p.numel() for p in m.parameters()) for m in (self.model, self.result.model))
         if not all(bool(x.isfinite().all()) for x in self.outputs(self.result.model)) or smaller >= dense:
-            raise _Broken("the pruned model is no smaller, or its output is not finite")
+            raise _BrokenError("the pruned model is no smaller, or its output is not finite")
         return f"{smaller / dense:.1%} of the parameters"
 
     def saved(self) -> str:
@@ -153,32 +151,35 @@ class _Contract:
             except CorpError:
                 loaded, how = load(Path(folder) / "model", base=self.model), "with base=model"
             if not _equal(self.outputs(loaded), self.outputs(result.model)):
-                raise _Broken(f"loaded {how}, the outputs differ")
+                raise _BrokenError(f"loaded {how}, the outputs differ")
         return f"bit-identical, loaded {how}"
 
     def again(self) -> str:
         once = self.made().model
         sites = find_sites(once)
-        kinds = {kind: self.sparsity / 2 for kind in KINDS if any(site.kind == kind for site in sites)}
-        if not kinds:
+        if not len(sites):
             return "nothing is left to prune"
-        recipe = Recipe(**kinds, skip=[r.name for r in sites.refused if r.kind in kinds])
-        twice = self.prune(once, recipe).model
+        twice = self.prune(once, _recipe(sites, self.sparsity / 2)).model
         if not all(bool(x.isfinite().all()) for x in self.outputs(twice)):
-            raise _Broken("the output is not finite")
-        return ", ".join(KINDS[kind] for kind in kinds)
+            raise _BrokenError("the output is not finite")
+        return ", ".join(name for kind, name in KINDS.items() if any(site.kind == kind for site in sites))
 
     def made(self) -> api.Result:
         if self.result is None:
-            raise _Broken("the model could not be pruned")
+            raise _BrokenError("the model could not be pruned")
         return self.result
 
     def untouched(self) -> str:
         if api.fingerprint(self.model) != self.before:
-            raise _Broken("the model's weights have changed")
+            raise _BrokenError("the model's weights have changed")
         if any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules()):
-            raise _Broken("hooks are left on the model")
+            raise _BrokenError("hooks are left on the model")
         return "weights bit-identical, no hooks"
+
+
+def _recipe(sites: Sites, share: float) -> Recipe:
+    kinds: dict[str, Any] = {kind: share for kind in KINDS if any(site.kind == kind for site in sites)}
+    return Recipe(**kinds, skip=tuple(r.name for r in sites.refused if r.kind in kinds))
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -23,9 +23,7 @@ def account(model: nn.Module, sites: Sequence[Site], refused: Sequence[Refusal])
     return tuple(found)
 
 
-def _state(
-    name: str, module: nn.Module, params: int, pruned: set[str], refused: Sequence[Refusal]
-) -> tuple[str, str]:
+def _state(name: str, module: nn.Module, params: int, pruned: set[str], refused: Sequence[Refusal]) -> tuple[str, str]:
     if name in pruned:
         return "pruned", ""
     matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))

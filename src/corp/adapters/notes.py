@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,6 @@ EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")
 MASK, ENCODER_MASK = "attention_mask", "encoder_attention_mask"
 
 
-@cache
 def takes(cls: type, argument: str) -> bool:
     """Whether the forward of this class has an argument of this name."""
     return argument in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]

@@ -28,12 +28,12 @@ Change = Callable[[Tensor], Tensor]
 
 def tolerance(dtype: torch.dtype) -> float:
     """Relative difference up to which two ways to compute the same agree; wrong claims are off by a tenth or more."""
-    return min(0.1, max(1e-5, 3 * torch.finfo(dtype).eps ** 0.5))
+    return float(min(0.1, max(1e-5, 3 * torch.finfo(dtype).eps ** 0.5)))
 
 
 @dataclass
 class Trial:
-    """One pass: `z` is what the consuming layers took, by name; `kernels` what attention kernels took: shapes and scale."""
+    """One pass: what consuming layers took (`z`) and attention kernels (`kernels`: shapes and scale), by name."""
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
     kernels: dict[str, tuple[torch.Size, torch.Size, float]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
     for site in sites:
-        for rows, change in (_doubled(site) if control else transformed(site)):
+        for rows, change in _doubled(site) if control else transformed(site):
             changes.setdefault(rows.module, []).append((rows, change))
     handles = []
     for name in places.makers:
@@ -238,7 +238,8 @@ def _mixing(d: int, seed: int) -> Tensor:
     """A well-conditioned map (d, d) that is neither orthogonal nor diagonal."""
     generator = torch.Generator().manual_seed(1000 + seed)
     Q, _ = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-    return Q * (0.6 + torch.rand(d, generator=generator, dtype=torch.float64))
+    scaled: Tensor = Q * (0.6 + torch.rand(d, generator=generator, dtype=torch.float64))
+    return scaled
 
 
 def by_head(x: Tensor, maps: Tensor) -> Tensor:
@@ -271,6 +272,9 @@ def same_output(base: Trial, trial: Trial) -> bool:
         return False
     for a, b in zip(base.output, trial.output, strict=True):
         limit = tolerance(a.dtype) * max(1e-30, float(a.double().nan_to_num().square().mean()) ** 0.5)
-        if a.shape != b.shape or float((a.double() - b.double()).nan_to_num().abs().max() if a.numel() else 0) > 10 * limit:
+        if (
+            a.shape != b.shape
+            or float((a.double() - b.double()).nan_to_num().abs().max() if a.numel() else 0) > 10 * limit
+        ):
             return False
     return True

@@ -138,8 +138,8 @@ def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = No
     found = search(model, known.found, known.theirs, batch, forward)
     if not found.sites and not found.refused:
         raise ModelError(
-            f"nothing in {type(model).__module__}.{type(model).__qualname__} looks like an attention or an MLP in a "
-            "repeated block, and no adapter knows it. Register one with corp.register_adapter(name, find)"
+            f"no adapter knows {type(model).__module__}.{type(model).__qualname__}, and nothing in it looks like an "
+            "attention or an MLP in a repeated block. Register one with corp.register_adapter(name, find)"
         )
     names = [*known.names, *(["structure"] if not known.names else [])]
     shared = _sharing(model, found.sites)

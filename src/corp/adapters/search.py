@@ -9,11 +9,12 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.examples import examples
+from corp.adapters.mlps import mlps, packed_experts
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import noted
 from corp.adapters.settle import first_ways, joined, settle
-from corp.adapters.structure import Claim, attentions, claim_attention, mlps, packed_experts
-from corp.calibration.batches import Forward, feed, placement
+from corp.adapters.structure import Claim, attentions, claim_attention
+from corp.calibration.batches import Forward, feed
 from corp.errors import CorpError
 from corp.sites import Finding, Refusal, Site, layers_of, module_of
 
@@ -34,7 +35,10 @@ def search(
     fixed: list[Site] = [one for one in known if not isinstance(one, Refusal)]
     refused = [one for one in known if isinstance(one, Refusal)]
     for one in _multiheads(model, fixed, refused, theirs):
-        (refused if isinstance(one, Refusal) else fixed).append(one)  # type: ignore[attr-defined]
+        if isinstance(one, Refusal):
+            refused.append(one)
+        else:
+            fixed.append(one)
     claims = list(_claims(model, fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
@@ -89,9 +93,7 @@ def _ordered(model: nn.Module, sites: Sequence[Site]) -> list[Site]:
     return sorted(sites, key=lambda s: (position[layers_of(s)[0]], position.get(module_of(s), 0), kinds.index(s.kind)))
 
 
-def _tried(
-    model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any, forward: Forward | None
-) -> Found:
+def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any, forward: Forward | None) -> Found:
     found = Found()
     if not any(parameter.is_meta for parameter in model.parameters()):
         for run in _runs(model):
@@ -111,7 +113,6 @@ def _likeliest(claim: Claim) -> Claim:
 
 
 def _runs(model: nn.Module) -> Iterator[Callable[[], Any]]:
-    device, dtype = placement(model)
     for module, batch in examples(model):
         yield lambda module=module, batch=batch: feed(module, batch)  # type: ignore[misc]
 
@@ -140,5 +141,7 @@ def _try(
     if not strict:
         return outcome.open, outcome.open_sites
     left = [*outcome.open_sites, *first_ways(outcome.open)]
-    found.refused += [Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in left if s.name in outcome.unreached]
+    found.refused += [
+        Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in left if s.name in outcome.unreached
+    ]
     return [], [s for s in left if s.name not in outcome.unreached]

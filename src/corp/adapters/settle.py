@@ -61,7 +61,9 @@ class _Work:
         self.model, self.run, self.claims, self.fixed = model, run, list(claims), list(fixed)
         self.downs = {s.attention: s.down for s in fixed if isinstance(s, ValueSite)}
         self.downs |= {claim.parts.name: claim.parts.down for claim in claims if claim.parts.down}
-        every = [*fixed, *(site for claim in claims for site in (*claim.qk, *claim.vo))]
+        every: list[Site] = [*fixed]
+        for claim in claims:
+            every += [*claim.qk, *claim.vo]
         self.places = places_of(every, self.downs)
         self.limit = tolerance(placement(model)[1])
         self.base = self.attempt([])
@@ -97,7 +99,10 @@ class _Work:
         if not sites:
             return True
         control = self.attempt(sites, control=True)
-        return all((difference(s, self.at(s), self.base, control) or 0) > 3 * self.limit for s in sites)
+        return all(self._changes(site, control) for site in sites)
+
+    def _changes(self, site: Site, control: Trial) -> bool:
+        return (difference(site, self.at(site), self.base, control) or 0) > 3 * self.limit
 
     def values(self, outcome: Outcome) -> None:
         """MLPs and values: no attention needs to be right for them."""
@@ -115,13 +120,10 @@ class _Work:
             ways = [s for s in claim.qk if _same_layout(s, self.chosen.get(claim.parts.name))]
             waiting += [(claim, ways)] if ways else []
         control = self.attempt([ways[0] for _, ways in waiting], control=True) if waiting else self.base
-        sensitive = [
-            (claim, ways) for claim, ways in waiting if (difference(ways[0], self.at(ways[0]), self.base, control) or 0) > 3 * self.limit
-        ]
-        kept = {ways[0].name for _, ways in sensitive}
-        for claim, ways in waiting:
-            if ways[0].name not in kept:
-                self._undecided(claim, ways[0], ways, outcome)
+        sensitive = [one for one in waiting if self._changes(one[1][0], control)]
+        for one in waiting:
+            if one not in sensitive:
+                self._undecided(one[0], one[1][0], one[1], outcome)
         self._rounds(sensitive, outcome)
 
     def _rounds(self, waiting: list[tuple[Claim | None, Sequence[Site]]], outcome: Outcome) -> None:

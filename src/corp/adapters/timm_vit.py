@@ -36,9 +36,9 @@ FUSED_BLOCKS = (ParallelScalingBlock, DiffParallelScalingBlock)
 
 def find(model: nn.Module) -> list[Finding] | None:
     """What these classes are known to hold; structure shows the rest of any model of timm."""
-    if not hasattr(model, "pretrained_cfg"):
-        return None
-    return list(_walk(model)) if isinstance(model, FAMILIES) else []
+    if isinstance(model, FAMILIES):
+        return list(_walk(model))
+    return [] if hasattr(model, "pretrained_cfg") else None
 
 
 def _walk(model: nn.Module) -> Iterator[Finding]:

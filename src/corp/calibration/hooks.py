@@ -245,8 +245,8 @@ class Collector:
         pairs.update(q, k, causal=causal and self.causal, **options)
         _require_finite(pairs, site.name)
         if site.plain_width:
-            plain = (x[..., dims:].transpose(1, 2).flatten(2) for x in (q, k))
-            self._add_plain(site, *plain, q_mask, k_mask, causal)
+            q, k = (x[..., dims:].transpose(1, 2).flatten(2) for x in (q, k))
+            self._add_plain(site, q, k, q_mask, k_mask, causal)
 
     def _add_plain(
         self,

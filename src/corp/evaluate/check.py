@@ -130,7 +130,11 @@ def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_p
         parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
         if site.rotary:
             parts["kept"] = torch.stack(site_plan.indices())
-        new = site.build.layers(dense, parts) if site.padded else {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+        new = (
+            site.build.layers(dense, parts)
+            if site.padded
+            else {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+        )
     elif isinstance(site, ValueSite) and isinstance(narrow, ValueSite):
         # The attention first: its output projection may be inside of it.
         values: Parts = {"v": rows_of(pruned, narrow.v)}

@@ -22,10 +22,11 @@ class ScatterLinear(nn.Linear):
     """A linear layer whose outputs stand at `index` (e,) among `outputs` features, the others being zero."""
 
     index: Tensor
+    outputs: int
 
     @classmethod
     def of(cls, like: Any, whole: Projection, index: Sequence[int], outputs: int) -> ScatterLinear:
-        made = _retyped(cls, make_plain(like, whole), index)
+        made: ScatterLinear = _retyped(cls, make_plain(like, whole), index)
         made.outputs = outputs
         return made
 
@@ -44,7 +45,8 @@ class GatherLinear(nn.Linear):
 
     @classmethod
     def of(cls, like: Any, index: Sequence[int]) -> GatherLinear:
-        return _retyped(cls, like, index)
+        made: GatherLinear = _retyped(cls, like, index)
+        return made
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.index_select(-1, self.index))
@@ -54,12 +56,8 @@ def _retyped(cls: Any, plain: Any, index: Sequence[int]) -> Any:
     """A layer of class `cls` with the parameters of a plain one."""
     made = cls(plain.weight.shape[1], plain.weight.shape[0], bias=plain.bias is not None, device="meta")
     made.weight, made.bias = plain.weight, plain.bias
-    made.register_buffer("index", torch.tensor(list(index), device=_device(plain.weight)), persistent=False)
+    made.register_buffer("index", torch.tensor(list(index), device=plain.weight.device), persistent=False)
     return made.train(plain.training)
-
-
-def _device(weight: Tensor) -> torch.device:
-    return weight.device
 
 
 def make_plain(like: Any, whole: Projection) -> nn.Module:
