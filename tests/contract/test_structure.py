@@ -27,6 +27,9 @@ T5 |= {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
 SWIN = {"img_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
 
 
+ROPE = {"use_rot_pos_emb": True, "qkv_fused": False, "rope_type": "dinov3", "rotate_half": True}
+
+
 class Block(nn.Module):
     """A user's own: grouped queries, packed projections, a gate in one half."""
 
@@ -71,7 +74,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, i
         (3, 3, 3),
     ),
     "rope-2d": (
-        lambda: timm.models.eva.Eva(**SMALL, use_rot_pos_emb=True, qkv_fused=False, rope_type="dinov3"),
+        lambda: timm.models.eva.Eva(
+            **SMALL, use_rot_pos_emb=True, qkv_fused=False, rope_type="dinov3", rotate_half=True
+        ),
         images,
         (2, 2, 2),
     ),

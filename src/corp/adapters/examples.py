@@ -56,7 +56,7 @@ def _varied(model: Any, whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         made.append({**whole, "pixel_values": row, **shapes})
     if "grid_thw" in takes and hasattr(vision, "patch_size"):  # Qwen2-VL's tower and its kin
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-        numbers = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        numbers = int(channels or 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         made.append(
             {"hidden_states": torch.randn(16, numbers, generator=_draw()), "grid_thw": torch.tensor([[1, 4, 4]])}
         )

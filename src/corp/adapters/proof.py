@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating, uncompiled, without_cache
 from corp.calibration.hooks import removing, without_fast_path
-from corp.calibration.kernel import watching_kernel
+from corp.calibration.kernel import Watched, watching_kernel
 from corp.sites import AttentionSite, MLPSite, Rows, Site, ValueSite
 
 Run = Callable[[], Any]
@@ -84,12 +84,12 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
         handles.append(model.get_submodule(name).register_forward_pre_hook(_take(name, trial)))
     for name in places.ends:
         handles.append(model.get_submodule(name).register_forward_hook(_end(name, trial)))
-    sees = {s.attention: _kernel(s.attention, trial) for s in sites if isinstance(s, AttentionSite)}
+    watched = [Watched(s, _kernel(s.attention, trial)) for s in sites if isinstance(s, AttentionSite)]
     with ExitStack() as stack:
         for context in (torch.no_grad(), evaluating(model), without_cache(model), without_fast_path(), uncompiled()):
             stack.enter_context(context)
         stack.enter_context(removing(handles))
-        stack.enter_context(watching_kernel(model, sees))
+        stack.enter_context(watching_kernel(model, watched))
         stack.enter_context(_quiet_randomness())
         trial.output = list(tensors(run()))
     return trial

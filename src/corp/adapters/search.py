@@ -82,8 +82,8 @@ def _under(model: nn.Module, prefixes: Sequence[str]) -> Iterator[str]:
 def _only_once(refused: Sequence[Refusal], sites: Sequence[Site]) -> list[Refusal]:
     """A place is refused once, and not where another way was found to prune it."""
     found = {(site.name, site.kind) for site in sites}
-    by_place = {(r.name, r.kind): r for r in reversed(refused)}
-    return [r for place, r in reversed(by_place.items()) if place not in found]
+    by_place = {(r.name, r.kind): r for r in refused}  # the last one knows most
+    return [r for place, r in by_place.items() if place not in found]
 
 
 def _ordered(model: nn.Module, sites: Sequence[Site]) -> list[Site]:

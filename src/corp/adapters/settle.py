@@ -20,8 +20,8 @@ WHAT = {
     "attn": "mapping queries and keys by inverse transposes changes the attention",
 }
 NO_KERNEL = (
-    "its queries and keys are rotated, and the rotated ones do not reach scaled_dot_product_attention, where they are "
-    'read; use attn_implementation="sdpa" if the model has it'
+    "its queries and keys are rotated, and the rotated ones reach no attention kernel, where they are read; use "
+    'attn_implementation="sdpa" if the model has it'
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.calibration.grams import Grams
-from corp.calibration.kernel import See, watching_kernel
+from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
@@ -81,7 +81,7 @@ class Collector:
     def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
         """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
         handles = self.masks.watch(model, self.sites)
-        kernels = {site.name: self._see_kernel(site) for site in self.sites if _read_at_kernel(site)}
+        kernels = [self._see_kernel(site) for site in self.sites if _read_at_kernel(site)]
         with without_fast_path(), removing(handles), watching_kernel(model, kernels):
             yield handles
 
@@ -182,7 +182,7 @@ class Collector:
             handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
         return handles
 
-    def _see_kernel(self, site: Site) -> See:
+    def _see_kernel(self, site: Site) -> Watched:
         """Queries and keys (B, H, n, d) as the kernel takes them; keys may have been repeated for their queries."""
         assert isinstance(site, AttentionSite)
         order = site.q.head_order
@@ -194,7 +194,7 @@ class Collector:
             masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
             self.add(replace(site, scale=scale), q, k, *masks, bool(site.causal))
 
-        return see
+        return Watched(site, see)
 
     def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""

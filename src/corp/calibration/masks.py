@@ -35,8 +35,9 @@ class Masks:
         wanted: dict[str, dict[str, bool]] = {}
         for site in sites:
             for where in (site.q_mask, site.k_mask) if isinstance(site, AttentionSite) else (site.mask,):
-                for module in () if where is None else (where.module, *where.around):
-                    wanted.setdefault(module, {})[where.argument] = where.marks_padding
+                if where is not None:
+                    for module in (where.module, *where.around):
+                        wanted.setdefault(module, {})[where.argument] = where.marks_padding
         self._seen.clear()
         return [self._watch_module(model, name, arguments) for name, arguments in wanted.items()]
 

@@ -29,6 +29,12 @@ def inspect(model: o.ModelArg, weights: o.Weights = None, json: o.Json = False) 
     if sites.refused:
         rows = [(refusal.name, refusal.kind, refusal.reason) for refusal in sites.refused]
         show_table("cannot be pruned", ("site", "kind", "reason"), rows)
+    shares = ", ".join(f"{share:.1%} {state}" for state, share in sites.coverage().items())
+    note(f"of the parameters {shares}; {len(sites.proven)} of {len(sites)} sites were tried out on the model")
+    rest = {layer.reason: layer.name for layer in sites.layers if layer.state == "refused"}
+    known = {refusal.reason for refusal in sites.refused}
+    if rows := [(name, reason) for reason, name in rest.items() if reason not in known]:
+        show_table("not recognised", ("such as", "reason"), rows)
     note(f"{count_params(loaded) / 1e6:.3f} M parameters, {len(sites)} sites ({sites.adapter})")
 
 
