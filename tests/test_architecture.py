@@ -16,7 +16,7 @@ SOURCE = Path(corp.__file__).parent
 ORDER = [
     "errors", "files", "tables", "observer", "recipe", "sites",
     "numerics", "calibration", "planning", "surgery", "measure", "allocation", "refit", "adapters", "api",
-    "data", "evaluate", "report", "storage", "cli", "__main__",
+    "data", "evaluate", "report", "storage", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -21,7 +21,8 @@ class Rows:
 
     `weight` and `bias` are its parameters' names: nn.MultiheadAttention keeps a linear map as bare parameters.
     Where heads are packed one by one (q, k, v of the first head, then of the second …), the features come in `runs`,
-    each `period` after the one before.
+    each `period` after the one before. Rotary pairs are read as (j, j + pairs/2); where the layer has them as
+    neighbours (2j, 2j + 1), `pairs` says how many of the `head` dimensions of every head are; `index` reorders them.
     """
 
     module: str
@@ -31,6 +32,8 @@ class Rows:
     bias: str = "bias"
     runs: int = 1
     period: int = 0
+    head: int = 0
+    pairs: int = 0
 
     @property
     def bare(self) -> bool:
@@ -44,21 +47,42 @@ class Rows:
     @property
     def index(self) -> slice | list[int]:
         """What picks them out of the layer's output features."""
-        if self.runs == 1:
-            return slice(self.start, self.stop)
-        return [i * self.period + j for i in range(self.runs) for j in range(self.start, self.stop)]
+        return self.positions if self.period else slice(self.start, self.stop)
+
+    @property
+    def head_order(self) -> list[int] | None:
+        """How the dimensions of one head are reordered, if they are."""
+        return _halves_first(self.head, self.head, self.pairs) if self.pairs else None
+
+    @property
+    def positions(self) -> list[int]:
+        """The same, one by one."""
+        if not self.period:
+            return list(range(self.start, self.stop))
+        order = _halves_first(self.stop - self.start, self.head, self.pairs)
+        return [i * self.period + self.start + j for i in range(self.runs) for j in order]
+
+
+def _halves_first(width: int, head: int, pairs: int) -> list[int]:
+    """Positions of `width` dimensions, heads of `head` each, the first `pairs` of them as 0, 2, 4 …, 1, 3, 5 …"""
+    if not pairs:
+        return list(range(width))
+    one = [*range(0, pairs, 2), *range(1, pairs, 2), *range(pairs, head)]
+    return [h + j for h in range(0, width, head) for j in one]
 
 
 @dataclass(frozen=True)
 class Mask:
     """Which tokens are real: the `argument` of the forward call of `module`, (B, n); absent or None means all.
 
-    True or 1 marks a real token, or, where `marks_padding`, what is none (torch.nn's convention).
+    True or 1 marks a real token, or, where `marks_padding`, what is none (torch.nn's convention). Where that module is
+    given no such mask but one derived from it, the first module `around` it that is given one says.
     """
 
     module: str
     argument: str
     marks_padding: bool = False
+    around: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +114,8 @@ class ValueSite:
     """Values of all heads: made by the rows `v`, averaged by the attention, consumed by the linear `down`.
 
     `attention` is the module that is replaced, by `build` as for its queries and keys. Groups of query heads may share
-    a value head (`kv_heads` of them); `down` takes every query head's own average of it.
+    a value head (`kv_heads` of them); `down` takes every query head's own average of it. `padded`: the attention's
+    own code stays and computes at the dense width (corp.surgery.padded).
     """
 
     name: str
@@ -98,9 +123,10 @@ class ValueSite:
     heads: int
     down: str
     attention: str
-    build: Callable[..., nn.Module]
+    build: Any
     kv_heads: int | None = None
     mask: Mask | None = None
+    padded: bool = False
     batch_first: ClassVar[bool] = True
     kind: ClassVar[str] = "vo"
 
@@ -122,13 +148,14 @@ class ValueSite:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The first `dims` of every head's queries and keys are turned, in pairs (j, j + dims/2), by their position.
+    """The first `dims` of every head's queries and keys are rotated, in pairs (j, j + dims/2), by their position.
 
-    `argument` of the attention's own forward call holds (cos, sin), each (B, n, dims).
+    `argument` of the attention's own forward call holds (cos, sin), each (B, n, dims). None: rotated queries and keys
+    are read where they reach scaled_dot_product_attention.
     """
 
     dims: int
-    argument: str = "position_embeddings"
+    argument: str | None = "position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -147,7 +174,7 @@ class AttentionSite:
     q: Rows
     k: Rows
     heads: int
-    build: Callable[..., nn.Module]
+    build: Any
     q_mask: Mask | None = None
     k_mask: Mask | None = None
     causal: bool | None = False
@@ -155,6 +182,7 @@ class AttentionSite:
     kv_heads: int | None = None
     rotary: Rotary | None = None
     scale: float = 1.0
+    padded: bool = False
     kind: ClassVar[str] = "attn"
 
     @property
@@ -235,8 +263,24 @@ class Refusal:
     reason: str
 
 
+Finding: TypeAlias = Site | Refusal
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the model with what becomes of it: state "pruned", "refused" or "outside", and why not pruned."""
+
+    name: str
+    params: int
+    state: str
+    reason: str = ""
+
+
 class Sites(Tabular):
-    """What was found in a model: iterate over it for the sites, `refused` holds the rest."""
+    """What was found in a model: iterate over it for the sites, `refused` holds the rest.
+
+    `layers` accounts for every layer of the model; `proven` are the names of sites that were tried out on it.
+    """
 
     def __init__(
         self,
@@ -244,10 +288,14 @@ class Sites(Tabular):
         refused: list[Refusal] | None = None,
         adapter: str = "",
         output: OutputHead | None = None,
+        layers: tuple[Layer, ...] = (),
+        proven: frozenset[str] = frozenset(),
     ) -> None:
         self.refused = tuple(refused or ())
         self.output = output
         self.adapter = adapter
+        self.layers = layers
+        self.proven = proven
         self._by_name: dict[str, Site] = {}
         for site in found:
             if site.name in self._by_name:
@@ -281,9 +329,18 @@ class Sites(Tabular):
     def values(self) -> list[ValueSite]:
         return [site for site in self if isinstance(site, ValueSite)]
 
+    def coverage(self) -> dict[str, float]:
+        """The shares of the model's parameters in layers that are pruned, refused, and outside of both."""
+        total = sum(layer.params for layer in self.layers) or 1
+        return {
+            state: sum(layer.params for layer in self.layers if layer.state == state) / total
+            for state in ("pruned", "refused", "outside")
+        }
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "adapter": self.adapter,
+            "coverage": self.coverage(),
             "sites": [
                 {"name": s.name, "kind": s.kind, "width": s.width, "heads": getattr(s, "heads", None)} for s in self
             ],

@@ -232,10 +232,13 @@ def test_narrowed_rotary_attention_is_not_narrowed_again() -> None:
     assert torch.isfinite(logits(again.model, batches()[0])).all()
 
 
-def test_attention_sinks_are_refused_by_name() -> None:
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about rope
+def test_attention_sinks_are_kept_and_packed_experts_refused_by_name() -> None:
     model = hf.GptOssForCausalLM(hf.GptOssConfig(**BASE, num_local_experts=2, num_experts_per_tok=1))
-    with pytest.raises(CorpError, match="GptOssForCausalLM"):
-        corp.find_sites(model)
+    sites = corp.find_sites(model)
+    assert {r.kind for r in sites.refused} == {"mlp"}
+    assert "keeps its experts packed" in sites.refused[0].reason
+    assert len(sites.attention) == len(sites.values) == 2  # sinks stay as they are
 
 
 def test_sharded_half_precision_checkpoints_are_read_and_keep_their_dtype(tmp_path: Path) -> None:

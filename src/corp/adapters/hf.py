@@ -12,8 +12,9 @@ from transformers.initialization import no_init_weights
 
 from corp.adapters import hf_rotary, hf_text, hf_vision
 from corp.adapters.hf_layers import find_in
-from corp.adapters.registry import Adapter, Finding
+from corp.adapters.registry import Adapter
 from corp.errors import ModelError
+from corp.sites import Finding
 
 FAMILIES = {family.path: family for family in (*hf_text.FAMILIES, *hf_vision.FAMILIES, *hf_rotary.FAMILIES)}
 KERNELS = ("eager", "sdpa")  # others are a matter of the machine that runs it, not of the model
@@ -21,7 +22,8 @@ MOST_LAYERS = 1000  # a stranger's config must not build for hours
 
 
 def find(model: nn.Module) -> list[Finding] | None:
-    return list(find_in(model, FAMILIES)) if _prunable(type(model)) else None
+    """What the tables know; structure shows the rest of any model of transformers."""
+    return list(find_in(model, FAMILIES)) if isinstance(model, PreTrainedModel) else None
 
 
 def identify(model: nn.Module) -> dict[str, Any] | None:
@@ -78,7 +80,7 @@ def refuse_deep(config: dict[str, Any], name: str) -> None:
 
 
 def _prunable(cls: object) -> bool:
-    return isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ in FAMILIES
+    return isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls is not PreTrainedModel
 
 
 def _items(raw: dict[str, Any]) -> list[tuple[str, Any]]:

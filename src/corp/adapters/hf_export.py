@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import math
 import shutil
@@ -17,6 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from corp.adapters.examples import inputs
 from corp.adapters.hf import rebuild
 from corp.adapters.hf_models import PREPROCESSING_FILES, TOKENIZER_FILES, quiet
 from corp.adapters.registry import Library, find_sites
@@ -181,26 +181,7 @@ def read_deci(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 def example(model: nn.Module) -> dict[str, Tensor]:
     """A small random batch with the inputs that the model's forward takes."""
-    config: Any = model.config
-    takes = inspect.signature(model.forward).parameters
-    text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
-    draw = torch.Generator().manual_seed(0)
-    size = 1 if getattr(config, "pad_token_id", None) is None else 2  # classifiers want padding for more than one
-    made = {}
-    if "pixel_values" in takes:
-        side = vision.image_size
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        made["pixel_values"] = torch.randn(size, getattr(vision, "num_channels", 3), height, width, generator=draw)
-    if "input_features" in takes:
-        made["input_features"] = torch.randn(size, config.num_mel_bins, 2 * config.max_source_positions, generator=draw)
-    for name in ("input_ids", "decoder_input_ids"):
-        if name in takes and (name != "input_ids" or "input_features" not in takes):
-            made[name] = torch.randint(text.vocab_size, (size, 12), generator=draw)
-    if type(model).__name__.endswith("ForMultipleChoice"):
-        made["input_ids"] = made["input_ids"][:, None].repeat(1, 2, 1)
-    if getattr(config, "add_cross_attention", False):
-        made["encoder_hidden_states"] = torch.randn(size, 7, config.hidden_size, generator=draw)
-    return made
+    return inputs(model)
 
 
 def companions(sources: list[str], folder: Path) -> list[str]:

@@ -12,9 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from corp.adapters.registry import Finding
-from corp.adapters.torch_attention import multihead
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite, projection_of
+from corp.adapters.multihead import multihead
+from corp.sites import AttentionSite, Finding, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite, projection_of
 from corp.surgery.hf_attention import NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.hf_names import Names
 from corp.surgery.linear import why_not_linear

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,11 +11,25 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from corp.adapters.account import account
 from corp.adapters.output_head import find_output
+from corp.adapters.search import search
+from corp.calibration.batches import Forward
 from corp.errors import CorpError, ModelError
-from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Rows, Site, Sites, ValueSite, layers_of, module_of
+from corp.sites import (
+    AttentionSite,
+    Finding,
+    Mask,
+    MLPSite,
+    Refusal,
+    Rows,
+    Site,
+    Sites,
+    ValueSite,
+    layers_of,
+    module_of,
+)
 
-Finding: TypeAlias = Site | Refusal
 Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
 
 
@@ -113,37 +127,60 @@ def library_of(adapter: str) -> Library | None:
     return library
 
 
-def find_sites(model: nn.Module) -> Sites:
+def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = None) -> Sites:
     """What can be pruned in `model`, and what was refused and why.
 
-    A model inside a larger module (a backbone under a head) is found there too.
+    Models of any library are searched by structure; what is found is tried out on the model, with a small input made
+    from the model itself and, if given, with `batch` (through `forward`). A model inside a larger module (a backbone
+    under a head) is found there too.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ModelError("this model is compiled; give corp the model itself (._orig_mod) and compile the pruned one")
-    found: list[Finding] = []
-    names: list[str] = []
-    inside = ""  # prefix of the last module that an adapter took
+    known = _known(model)
+    found = search(model, known.found, known.theirs, batch, forward)
+    if not found.sites and not found.refused:
+        raise ModelError(
+            f"no adapter knows {type(model).__module__}.{type(model).__qualname__}, and nothing in it looks like an "
+            "attention or an MLP in a repeated block. Register one with corp.register_adapter(name, find)"
+        )
+    names = [*known.names, *(["structure"] if not known.names else [])]
+    shared = _sharing(model, found.sites)
+    refused = [*found.refused]
+    refused += [
+        Refusal(s.name, s.kind, f"it shares a layer with {shared[s.name]}") for s in found.sites if s.name in shared
+    ]
+    sites = [s for s in found.sites if s.name not in shared]
+    layers = account(model, sites, refused)
+    output = find_output(model, sites)
+    return Sites(sites, refused, ", ".join(dict.fromkeys(names)), output, layers, frozenset(found.proven))
+
+
+@dataclass
+class _Known:
+    """What adapters say, their names, and the parts of the model that are a registered adapter's own business."""
+
+    found: list[Finding] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    theirs: list[str] = field(default_factory=list)
+
+
+def _known(model: nn.Module) -> _Known:
+    known = _Known()
+    inside = None  # prefix of the last module that an adapter took
     for prefix, module in model.named_modules():
-        if inside and prefix.startswith(inside):
+        if inside is not None and prefix.startswith(inside):
             continue
         for adapter in adapters_for(module):
             findings = _ask(adapter, module)
             if findings is not None:
-                found += [_prefixed(finding, prefix) for finding in findings]
-                names.append(adapter.name)
-                if not prefix:
-                    return _sites(model, found, names)
-                inside = f"{prefix}."
+                known.found += [_prefixed(finding, prefix) for finding in findings]
+                known.names.append(adapter.name)
+                inside = f"{prefix}." if prefix else ""
+                known.theirs += [inside] if adapter.name in _registered else []
                 break
-    if not names:
-        raise ModelError(
-            f"no adapter knows {type(model).__module__}.{type(model).__qualname__}; built in: timm's vision "
-            "transformers, transformers' OPT, GPT-2, BERT, ViT, CLIP, Whisper and their kin, and "
-            "nn.MultiheadAttention. For another model register one with corp.register_adapter(name, find)"
-        )
-    return _sites(model, found, names)
+    return known
 
 
 def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
@@ -154,15 +191,6 @@ def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
     except Exception as error:
         raise ModelError(f"adapter {adapter.name!r} failed on {type(module).__name__}: {error!r}") from error
     return None if findings is None else list(findings)
-
-
-def _sites(model: nn.Module, found: list[Finding], names: list[str]) -> Sites:
-    sites = [finding for finding in found if not isinstance(finding, Refusal)]
-    shared = _sharing(model, sites)
-    refused = [finding for finding in found if isinstance(finding, Refusal)]
-    refused += [Refusal(s.name, s.kind, f"it shares a layer with {shared[s.name]}") for s in sites if s.name in shared]
-    taken = [site for site in sites if site.name not in shared]
-    return Sites(taken, refused, ", ".join(dict.fromkeys(names)), find_output(model, taken))
 
 
 def _sharing(model: nn.Module, sites: list[Site]) -> dict[str, str]:
@@ -189,7 +217,9 @@ def _prefixed(finding: Finding, prefix: str) -> Finding:
         return replace(rows, module=under(rows.module))
 
     def told(mask: Mask | None) -> Mask | None:
-        return None if mask is None else replace(mask, module=under(mask.module))
+        if mask is None:
+            return None
+        return replace(mask, module=under(mask.module), around=tuple(map(under, mask.around)))
 
     def under(name: str) -> str:
         return f"{prefix}.{name}" if name else prefix

@@ -17,9 +17,9 @@ from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelSca
 from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
 from torch import nn
 
-from corp.adapters.registry import Adapter, Finding
+from corp.adapters.registry import Adapter
 from corp.errors import ModelError
-from corp.sites import AttentionSite, MLPSite, Refusal, Rows, ValueSite
+from corp.sites import AttentionSite, Finding, MLPSite, Refusal, Rows, ValueSite
 from corp.surgery.attention import LatentPool, PackedAttention, RelativeAttention
 from corp.surgery.linear import why_not_linear
 
@@ -35,7 +35,10 @@ FUSED_BLOCKS = (ParallelScalingBlock, DiffParallelScalingBlock)
 
 
 def find(model: nn.Module) -> list[Finding] | None:
-    return list(_walk(model)) if isinstance(model, FAMILIES) else None
+    """What these classes are known to hold; structure shows the rest of any model of timm."""
+    if isinstance(model, FAMILIES):
+        return list(_walk(model))
+    return [] if hasattr(model, "pretrained_cfg") else None
 
 
 def _walk(model: nn.Module) -> Iterator[Finding]:
@@ -120,11 +123,20 @@ def _not_plain_linear(module: nn.Module, *names: str) -> str | None:
 
 
 # What create_model takes and the model remembers: enough to rebuild what people change about a named model.
+def _img_size(model: Any) -> Any:
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return None if size is None else list(size)
+
+
+def _channels(model: Any) -> Any:
+    return getattr(getattr(getattr(model, "patch_embed", None), "proj", None), "in_channels", None)
+
+
 _ARGS: dict[str, Callable[[Any], Any]] = {
     "num_classes": lambda m: m.num_classes,
-    "img_size": lambda m: list(m.patch_embed.img_size),
-    "in_chans": lambda m: m.patch_embed.proj.in_channels,
-    "global_pool": lambda m: m.global_pool,
+    "img_size": _img_size,
+    "in_chans": _channels,
+    "global_pool": lambda m: getattr(m, "global_pool", None),
     "dynamic_img_size": lambda m: bool(getattr(m, "dynamic_img_size", False)),
 }
 _PREPROCESSING = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")

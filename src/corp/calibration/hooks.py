@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.calibration.grams import Grams
+from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
@@ -80,7 +81,10 @@ class Collector:
     def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
         """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
         handles = self.masks.watch(model, self.sites)
-        with without_fast_path(), removing(handles):
+        kernels = [
+            self._see_kernel(site) for site in self.sites if not isinstance(site, OutputHead) and _read_at_kernel(site)
+        ]
+        with without_fast_path(), removing(handles), watching_kernel(model, kernels):
             yield handles
 
     def _watch_input(self, model: nn.Module, site: LinearSite | OutputHead) -> RemovableHandle:
@@ -153,6 +157,8 @@ class Collector:
         """Queries and keys may come out of one projection or of two; the sums need both."""
         if site.q.bare:
             return self._watch_multihead(model, site)
+        if _read_at_kernel(site):
+            return []
         seen: dict[str, Tensor] = {}
         angles: list[tuple[Tensor, Tensor]] = []
 
@@ -169,14 +175,28 @@ class Collector:
             return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
 
         handles = [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
-        if rotary := site.rotary:
+        if site.rotary and (argument := site.rotary.argument):
             attention = model.get_submodule(site.name)
 
             def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                angles[:] = [bound(attention, args, kwargs)[rotary.argument]]
+                angles[:] = [bound(attention, args, kwargs)[argument]]
 
             handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
         return handles
+
+    def _see_kernel(self, site: Site) -> Watched:
+        """Queries and keys (B, H, n, d) as the kernel takes them; keys may have been repeated for their queries."""
+        assert isinstance(site, AttentionSite)
+        order = site.q.head_order
+
+        def see(q: Tensor, k: Tensor, scale: float) -> None:
+            k = k if k.shape[1] == site.groups else k[:, :: site.heads // site.groups]
+            q, k = (x if order is None else x[..., order] for x in (q, k))
+            q, k = (x.transpose(1, 2).flatten(2) for x in (q, k))  # (B, n, H d)
+            masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
+            self.add(replace(site, scale=scale), q, k, *masks, bool(site.causal))
+
+        return Watched(site, see)
 
     def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
         """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""
@@ -202,22 +222,56 @@ class Collector:
         causal: bool,
         angles: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        q_mask, k_mask = fitting(q_mask, q, site.q_mask), fitting(k_mask, k, site.k_mask)
-        masks: dict[str, Any] = {"q_mask": q_mask, "k_mask": k_mask, "causal": causal and self.causal}
-        if site.rotary and angles:
+        """Queries (B, n, H d) and keys (B, m, K d), rotated already where a rotary site comes without angles."""
+        if site.rotary:
             q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
-            turned = (turned_heads(x, site.rotary.dims, *angles) for x in (q, k))
-            pairs = self._current(site.name, PairSums)
-            pairs.update(*turned, scale=site.scale, mask=q_mask, causal=masks["causal"], window=site.window)
-            _require_finite(pairs, site.name)
-            q, k = (x[..., site.rotary.dims :].flatten(2) for x in (q, k))
+            q, k = (turned_heads(x, site.rotary.dims, *angles) if angles else x.transpose(1, 2) for x in (q, k))
+            self._add_rotated(site, q, k, q_mask, k_mask, causal)
+        else:
+            self._add_plain(site, q, k, q_mask, k_mask, causal)
+
+    def _add_rotated(
+        self,
+        site: AttentionSite,
+        q: Tensor,
+        k: Tensor,
+        q_mask: Tensor | None,
+        k_mask: Tensor | None,
+        causal: bool,
+    ) -> None:
+        """Queries (B, H, n, d) and keys (B, K, n, d) whose first dimensions are rotated, and the plain ones behind."""
+        dims = site.rotary_dims
+        mask, causal = fitting(q_mask, q.transpose(1, 2), site.q_mask), causal and q.shape[2] == k.shape[2]
+        pairs = self._current(site.name, PairSums)
+        options: dict[str, Any] = {"scale": site.scale, "mask": mask, "window": site.window}
+        pairs.update(q, k, causal=causal and self.causal, **options)
+        _require_finite(pairs, site.name)
         if site.plain_width:
-            if site.groups < site.heads:
-                shared = site.heads // site.groups
-                k = k.unflatten(-1, (site.groups, -1)).repeat_interleave(shared, dim=2).flatten(2)
-            grams = self._current(site.plain_name, Grams)
-            grams.update(q, k, window=site.window, **masks)
-            _require_finite(grams, site.name)
+            q, k = (x[..., dims:].transpose(1, 2).flatten(2) for x in (q, k))
+            self._add_plain(site, q, k, q_mask, k_mask, causal)
+
+    def _add_plain(
+        self,
+        site: AttentionSite,
+        q: Tensor,
+        k: Tensor,
+        q_mask: Tensor | None,
+        k_mask: Tensor | None,
+        causal: bool,
+    ) -> None:
+        q_mask, k_mask = fitting(q_mask, q, site.q_mask), fitting(k_mask, k, site.k_mask)
+        causal = causal and self.causal and q.shape[1] == k.shape[1]
+        if site.groups < site.heads:
+            shared = site.heads // site.groups
+            k = k.unflatten(-1, (site.groups, -1)).repeat_interleave(shared, dim=2).flatten(2)
+        grams = self._current(site.plain_name, Grams)
+        grams.update(q, k, window=site.window, q_mask=q_mask, k_mask=k_mask, causal=causal)
+        _require_finite(grams, site.name)
+
+
+def _read_at_kernel(site: Site) -> bool:
+    """Rotary sites whose angles are no argument of the attention."""
+    return isinstance(site, AttentionSite) and site.rotary is not None and site.rotary.argument is None
 
 
 @contextmanager
@@ -261,7 +315,7 @@ def _empty(site: Site | OutputHead) -> dict[str, AnySums]:
 
 
 def turned_heads(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads (B, n, H, d) -> (B, H, n, d), the first `dims` turned; in float32 at least, like the products to come."""
+    """Heads (B, n, H, d) -> (B, H, n, d), the first `dims` rotated; in float32 at least, like the products to come."""
     x = x.transpose(1, 2)
     x = x if x.dtype == torch.float64 else x.float()
     return torch.cat([rotate(x[..., :dims], cos[:, None].to(x), sin[:, None].to(x)), x[..., dims:]], -1)

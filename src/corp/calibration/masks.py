@@ -15,31 +15,43 @@ from corp.sites import AttentionSite, Mask, OutputHead, Site
 
 
 class Masks:
-    """The masks that the calls under way were given, by where to find them."""
+    """The masks that the calls under way were given, by module and argument; an error where that is no mask."""
 
     def __init__(self) -> None:
-        self._seen: dict[Mask, Tensor | None] = {}
+        self._seen: dict[tuple[str, str], Tensor | StatisticsError | None] = {}
 
     def of(self, where: Mask | None) -> Tensor | None:
         """(B, n), True at real tokens; None where all are."""
-        return None if where is None else self._seen.get(where)
+        if where is None:
+            return None
+        seen = [self._seen.get((module, where.argument)) for module in (where.module, *where.around)]
+        usable = [mask for mask in seen if not isinstance(mask, StatisticsError)]
+        if not usable and isinstance(seen[0], StatisticsError):
+            raise seen[0]
+        return usable[0]
 
     def watch(self, model: nn.Module, sites: Iterable[Site | OutputHead]) -> list[RemovableHandle]:
         """Hooks that note the masks of every call; read at the call, so wrappers and generators do not matter."""
-        wanted: dict[str, list[Mask]] = {}
+        wanted: dict[str, dict[str, bool]] = {}
         for site in sites:
             for where in (site.q_mask, site.k_mask) if isinstance(site, AttentionSite) else (site.mask,):
-                if where is not None and where not in wanted.setdefault(where.module, []):
-                    wanted[where.module].append(where)
+                if where is not None:
+                    for module in (where.module, *where.around):
+                        wanted.setdefault(module, {})[where.argument] = where.marks_padding
         self._seen.clear()
-        return [self._watch_module(model.get_submodule(name), places) for name, places in wanted.items()]
+        return [self._watch_module(model, name, arguments) for name, arguments in wanted.items()]
 
-    def _watch_module(self, module: nn.Module, places: list[Mask]) -> RemovableHandle:
+    def _watch_module(self, model: nn.Module, name: str, arguments: dict[str, bool]) -> RemovableHandle:
+        module = model.get_submodule(name)
+
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = bound(module, args, kwargs)
-            for where in places:
-                given = call.get(where.argument)
-                self._seen[where] = real(given, None, marks_padding=where.marks_padding, what=where.argument)
+            for argument, marks_padding in arguments.items():
+                try:
+                    found = real(call.get(argument), None, marks_padding=marks_padding, what=argument)
+                    self._seen[name, argument] = found
+                except StatisticsError as error:
+                    self._seen[name, argument] = error
 
         return module.register_forward_pre_hook(before, with_kwargs=True)
 

@@ -45,8 +45,8 @@ def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None
 
 
 def as_batch(x: Tensor) -> Tensor:
-    """(B, n, C); an unbatched (n, C) is one sample."""
-    return x[None] if x.dim() == 2 else x
+    """(B, n, C); an unbatched (n, C) is one sample, and (B, h, w, C) has h w tokens."""
+    return x[None] if x.dim() == 2 else x.flatten(1, -2)
 
 
 def as_samples(x: Tensor, mask: Tensor | None, size: int, *, batch_first: bool) -> Tensor:

@@ -35,6 +35,12 @@ def inspect(model: a.Model, weights: a.Weights = None, json: a.Json = False) -> 
     if sites.refused:
         rows = [(refusal.name, refusal.kind, refusal.reason) for refusal in sites.refused]
         show_table("cannot be pruned", ("site", "kind", "reason"), rows)
+    shares = ", ".join(f"{share:.1%} {state}" for state, share in sites.coverage().items())
+    note(f"of the parameters {shares}; {len(sites.proven)} of {len(sites)} sites were tried out on the model")
+    rest = {layer.reason: layer.name for layer in sites.layers if layer.state == "refused"}
+    known = {refusal.reason for refusal in sites.refused}
+    if others := [(name, reason) for reason, name in rest.items() if reason not in known]:
+        show_table("not recognised", ("such as", "reason"), others)
     note(f"{count_params(loaded) / 1e6:.3f} M parameters, {len(sites)} sites ({sites.adapter})")
 
 

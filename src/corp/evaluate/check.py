@@ -142,11 +142,19 @@ def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_p
         parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
         if site.rotary:
             parts["kept"] = torch.stack(site_plan.indices())
-        new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+        new = (
+            site.build.layers(dense, parts)
+            if site.padded
+            else {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+        )
     elif isinstance(site, ValueSite) and isinstance(narrow, ValueSite):
         # The attention first: its output projection may be inside of it.
-        attention = site.build(dense.get_submodule(site.attention), v=rows_of(pruned, narrow.v))
-        new = {site.attention: attention, site.down: pruned.get_submodule(site.down)}
+        values: Parts = {"v": rows_of(pruned, narrow.v)}
+        if site.padded:
+            new = site.build.layers(dense, values)
+        else:
+            new = {site.attention: site.build(dense.get_submodule(site.attention), **values)}
+        new[site.down] = pruned.get_submodule(site.down)
 
     @contextmanager
     def swap() -> Iterator[None]:
@@ -179,7 +187,10 @@ def _output_error(
         x = _inputs(dense, site, batch, forward)
         with swap():
             x_new = _inputs(dense, narrow, batch, forward)
-        y, y_new = (F.linear(part, *layer) for part, layer in ((x, old), (x_new, new)))
+        if isinstance(site, ValueSite) and site.padded:
+            y, y_new = F.linear(x, *old), pruned.get_submodule(site.down)(x_new)  # which picks what is left
+        else:
+            y, y_new = (F.linear(part, *layer) for part, layer in ((x, old), (x_new, new)))
         total += float((y.double() - y_new.double()).square().sum())
         tokens += len(y)
     return total / max(1, tokens)
@@ -196,12 +207,12 @@ def _logit_error(
 ) -> float:
     """The squared difference of all logits."""
     assert isinstance(narrow, AttentionSite)
-    heads = rotated_heads_at if site.rotary else heads_at
+    heads = rotated_heads_at if site.rotary and not site.padded else heads_at
     for batch in batches:
         once = partial(feed, dense, batch, forward)
         before = heads_at(dense, site, once)
         with swap():
-            errors.add(before, heads(dense, narrow, once))
+            errors.add(before, heads(dense, site if site.padded else narrow, once))  # padded ones are as wide as before
     return errors.total
 
 

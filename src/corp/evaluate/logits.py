@@ -71,7 +71,7 @@ def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> H
 
 def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
     """The same of a narrowed rotary attention, which rotates its heads itself."""
-    assert site.rotary is not None
+    assert site.rotary is not None and site.rotary.argument is not None
     argument, module = site.rotary.argument, model.get_submodule(site.attention)
     seen: list[Heads] = []
 
@@ -91,8 +91,11 @@ class LogitErrors:
     def __init__(self, site: AttentionSite, site_plan: SitePlan, *, weighted: bool) -> None:
         self.site, self.weighted, self.centred = site, weighted, site_plan.basis == SUBSPACE
         self.turned = int((site_plan.indices()[0] < site.rotary_dims).sum())  # rotated dimensions that are kept
+        left = site_plan.keep - self.turned
+        if site.padded:  # zeros where something was removed
+            self.turned, left = site.rotary_dims, site.plain_width
         self.rotated = 0.0
-        self.plain = Grams(site.heads, site.plain_width + site_plan.keep - self.turned) if site.plain_width else None
+        self.plain = Grams(site.heads, site.plain_width + left) if site.plain_width else None
 
     def add(self, dense: Heads, narrow: Heads) -> None:
         """The logits of (q, q') with (k, -k') are the differences."""

@@ -51,11 +51,11 @@ def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
     elif isinstance(site, ValueSite):
         v, consumed = (passed(name) for name in _values(site))
         makers, columns = [(site.v, site.groups, v)], site.heads
-        macs = site.heads * consumed.tokens * v.length  # their average
+        macs = 0 if site.padded else site.heads * consumed.tokens * v.length  # their average
     else:
         q, k = (passed(name) for name in _queries(site))
         makers = [(site.q, site.heads, q), (site.k, site.groups, k)]
-        macs = site.heads * q.tokens * k.length  # the logits
+        macs = 0 if site.padded else site.heads * q.tokens * k.length  # the logits
     params = 0
     for rows, count, made in makers:
         layer = rows_of(model, rows)

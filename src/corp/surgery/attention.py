@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from corp.planning.plan import HeadMaps
 from corp.sites import AttentionSite, Projection, ValueSite, projection_of, rows_of
 from corp.surgery.linear import fuse, make_linear, unfuse
+from corp.surgery.padded import Padded
 
 SHORT = 64  # tokens up to which plain products keep up with padding
 _true_widths: ContextVar[bool] = ContextVar("true_widths", default=False)
@@ -198,7 +199,10 @@ def narrow_values(model: nn.Module, site: ValueSite, kept: Sequence[Tensor], map
 
 
 def replace_attention(model: nn.Module, site: AttentionSite | ValueSite, parts: Parts) -> None:
-    """Put an attention around the new parts where the dense one was."""
+    """Put an attention around the new parts where the dense one was, or narrower layers into it."""
+    if isinstance(site.build, Padded):
+        site.build.replace(model, parts)
+        return
     model.set_submodule(site.attention, site.build(model.get_submodule(site.attention), **parts))
     _without_nested_tensors(model, site.attention)
 

@@ -1,0 +1,179 @@
+"""docs/coverage.md: what corp takes of the families that the installed libraries build, found on tiny random models.
+
+python scripts/coverage.py [FAMILY ...]          (with names: print their rows; without: write the page)
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import corp  # isort: skip  # before the libraries: it makes torchvision importable beside a CPU build of torch
+import timm
+import torch
+import torchvision
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from corp.sites import Sites
+from corp.tables import markdown_table
+
+PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
+SECONDS, PARAMETERS = 40, 40e6
+COLUMNS = ("family", "MLP", "Q/K", "V/O", "tried out", "of the parameters", "refused, and why")
+KINDS = ("mlp", "attn", "vo")
+NAMED: dict[int, tuple[str, ...]] = {  # sizes by the names that configs give them
+    32: ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
+         "encoder_hidden_size", "decoder_hidden_size", "image_size"),
+    48: ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_inner",
+         "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_hidden_size"),
+    2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "eos_token_id",
+        "num_encoder_layers", "num_decoder_layers", "num_experts_per_tok", "num_key_value_heads", "num_kv_heads"),
+    4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "num_local_experts",
+        "decoder_attention_heads", "num_experts", "n_routed_experts", "rotary_dim"),
+    8: ("head_dim", "d_kv", "attention_head_size", "kv_channels", "patch_size", "num_mel_bins"),
+    64: ("vocab_size", "max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions",
+         "type_vocab_size"),
+    0: ("pad_token_id",),
+    1: ("bos_token_id", "decoder_start_token_id"),
+}  # fmt: skip
+SIZES = {name: size for size, names in NAMED.items() for name in names}
+TIMM = (
+    "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "deit3_small_patch16_224",
+    "vit_small_patch14_dinov2", "vit_small_patch16_dinov3", "vit_small_patch16_rope_224", "eva02_tiny_patch14_224",
+    "beit_base_patch16_224", "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "hiera_tiny_224",
+    "mvitv2_tiny", "pvt_v2_b0", "cait_xxs24_224", "xcit_nano_12_p16_224", "twins_pcpvt_small", "crossvit_tiny_240",
+    "visformer_tiny", "levit_128s", "mobilevit_xs", "vit_relpos_small_patch16_224",
+    "vit_so150m_patch16_reg4_gap_256", "mixer_s32_224", "gmixer_24_224", "convnext_atto", "maxvit_nano_rw_256",
+    "coatnet_nano_rw_224", "naflexvit_base_patch16_gap", "volo_d1_224", "tnt_s_patch16_224",
+)  # fmt: skip
+TORCHVISION = ("vit_b_16", "swin_t", "swin_v2_t", "maxvit_t", "convnext_tiny")
+
+
+def tiny(config: Any, depth: int = 0) -> dict[str, Any]:
+    """The arguments that make a config of the same class small."""
+    changes: dict[str, Any] = {}
+    for key, value in vars(config).items():
+        if key.startswith("_"):
+            continue
+        if hasattr(value, "to_dict") and depth < 3:
+            changes[key] = tiny(value, depth + 1)
+        elif key in SIZES and ((isinstance(value, int) and not isinstance(value, bool)) or key.endswith("token_id")):
+            changes[key] = SIZES[key]
+    return changes
+
+
+def of_transformers(family: str) -> nn.Module:
+    config_class = getattr(transformers, CONFIG_MAPPING_NAMES[family])
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) or MODEL_MAPPING_NAMES[family]
+    name = name if isinstance(name, str) else name[0]
+    made: nn.Module = getattr(transformers, name)(config_class(**tiny(config_class())))
+    return made
+
+
+def families() -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
+    """(library, family, how to build it)."""
+    for name in sorted(set(MODEL_MAPPING_NAMES) | set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        if name in CONFIG_MAPPING_NAMES:
+            yield "transformers", name, lambda name=name: of_transformers(name)  # type: ignore[misc]
+    for name in TIMM:
+        yield "timm", name, lambda name=name: timm.create_model(name)  # type: ignore[misc]
+    for name in TORCHVISION:
+        yield "torchvision", name, lambda name=name: torchvision.models.get_model(name)  # type: ignore[misc]
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it took more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def examined(make: Callable[[], nn.Module]) -> Sites | str:
+    """The sites of a family; a reason where it cannot be built small. What has no Transformer block is no family."""
+    torch.manual_seed(0)
+    try:
+        with at_most(SECONDS):
+            model = make().eval()
+            if sum(p.numel() for p in model.parameters()) > PARAMETERS:
+                return "not built: its config does not shrink by the usual names"
+    except Exception as error:
+        return f"not built: {type(error).__name__} from its small config"
+    try:
+        with at_most(SECONDS):
+            return corp.find_sites(model)
+    except Exception as error:
+        return f"no site: {str(error)[:120]}"
+
+
+def row(family: str, found: Sites | str) -> tuple[str, ...]:
+    if isinstance(found, str):
+        return family, "", "", "", "", "", found
+    counts = {kind: sum(site.kind == kind for site in found) for kind in KINDS}
+    refused = {kind: sum(r.kind == kind for r in found.refused) for kind in KINDS}
+    cells = [
+        "" if not counts[kind] + refused[kind] else f"{'✓' if counts[kind] else '–'} {counts[kind]}"
+        + (f" of {counts[kind] + refused[kind]}" if refused[kind] else "")
+        for kind in KINDS
+    ]  # fmt: skip
+    reasons = {r.reason.partition(";")[0].partition(" (by")[0]: r.kind for r in found.refused}
+    why = "; ".join(f"{kind}: {reason}" for reason, kind in list(reasons.items())[:3])
+    return family, *cells, f"{len(found.proven)} of {len(found)}", f"{found.coverage()['pruned']:.0%}", why
+
+
+def page(rows: dict[str, list[tuple[str, ...]]], taken: dict[str, tuple[int, int]]) -> str:
+    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, timm, torchvision))
+    lines = [
+        "# What corp takes",
+        "",
+        "This page is made by `python scripts/coverage.py`: every family that the installed libraries build from a",
+        f"small config ({versions}), random weights, no table of classes. A ✓ is a kind of site that was found; “tried",
+        "out” counts the sites whose symmetry was tested on the model itself before anything else (see",
+        "[models.md](models.md)). What is refused is refused by name, with the reason.",
+        "",
+    ]
+    lines += [
+        f"- {kind}: taken in {got} of {of} families that have it ({got / max(1, of):.0%})"
+        for kind, (got, of) in taken.items()
+    ]
+    for library, its in rows.items():
+        lines += ["", f"## {library}", "", markdown_table(COLUMNS, its)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    taken = {"MLP": [0, 0], "Q/K": [0, 0], "V/O": [0, 0]}
+    wanted = sys.argv[1:]
+    for library, family, make in families():
+        if wanted and family not in wanted:
+            continue
+        found = examined(make)
+        rows.setdefault(library, []).append(row(family, found))
+        print(*rows[library][-1], sep=" | ", flush=True)
+        if isinstance(found, Sites):
+            for name, kind in zip(taken, KINDS, strict=True):
+                got = any(site.kind == kind for site in found)
+                taken[name][0] += got
+                taken[name][1] += got or any(r.kind == kind for r in found.refused)
+    if not wanted:
+        PAGE.write_text(page(rows, {name: (got, of) for name, (got, of) in taken.items()}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

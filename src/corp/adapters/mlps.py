@@ -1,0 +1,130 @@
+"""MLPs found by structure: linear layers that stand as up (one, two or packed) and down in one module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+from corp.adapters.structure import in_block, in_features, linears, not_linear, out_features
+from corp.sites import MLPSite, Refusal, Rows
+
+_DOWN = re.compile(r"(?:fc2|fc_2|w2|wo|down|down_proj|c_proj|lin2|linear2|linear_2|fc_out|proj_out|output|"
+                   r"dense_4h_to_h|output_dense|output_linear|out_proj|wo_proj|dense_2|proj|output_layer|linear_out)"
+                   r"(?:\.0|\.dense|\.linear)?$")  # fmt: skip
+
+
+def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) -> str | None:
+    """A module that has a parameter for every hidden channel (a norm, a convolution), registered among the layers.
+
+    Of a module that is all MLP any will do, wherever it is registered.
+    """
+    width = in_features(model.get_submodule(down))
+    order = list(model.get_submodule(home).named_modules(prefix=home))
+    names = [name for name, _ in order]
+    if not _is_small(model.get_submodule(home)):
+        order = order[min(map(names.index, ups)) : names.index(down)]
+    return next(
+        (
+            name
+            for name, module in order
+            if name not in (*ups, down)
+            and any(p.numel() == width or p.shape[:1] == (width,) for p in module.parameters(recurse=False))
+        ),
+        None,
+    )
+
+
+def packed_experts(model: nn.Module) -> Iterator[Refusal]:
+    """Modules that keep the matrices of all experts in one three-dimensional parameter."""
+    for name, module in model.named_modules():
+        if sum(p.dim() == 3 and len(p) > 1 for p in module.parameters(recurse=False)) >= 2 and in_block(f"{name}.x"):
+            reason = f"{type(module).__name__} keeps its experts packed in one parameter, which is not understood yet"
+            yield Refusal(name, "mlp", reason)
+
+
+def mlps(model: nn.Module, taken: set[str]) -> Iterator[MLPSite | Refusal]:
+    """Linear layers that stand as (one or two) up and down in the smallest module that holds them."""
+    free = {name: layer for name, layer in linears(model).items() if name not in taken and in_scope(model, name)}
+    names = sorted((name for name, _ in model.named_modules()), key=lambda n: -n.count(".") - bool(n))
+    sites: set[str] = set()
+    for home in names:
+        prefix = f"{home}." if home else ""
+        here = {n: m for n, m in free.items() if n.startswith(prefix) and n.count(".") - prefix.count(".") <= 1}
+        while (found := _match(here)) is not None:
+            ups, down = found
+            for name in (*ups, down):
+                del here[name], free[name]
+            site = _site_name(model, home, down, sites)
+            sites.add(site)
+            if between := per_channel(model, home, ups, down):
+                yield Refusal(site, "mlp", f"{between} has parameters of its own for every hidden channel")
+            else:
+                yield _mlp(model, site, ups, down)
+
+
+def in_scope(model: nn.Module, name: str) -> bool:
+    """Inside a repeated block; or in a module of a class that also stands in one (a pooling head's MLP)."""
+    if in_block(name):
+        return True
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return False
+    cls = type(model.get_submodule(parent))
+    return cls.__name__.lower().endswith(("mlp", "ffn", "feedforward")) and any(
+        type(module) is cls and in_block(f"{other}.x") for other, module in model.named_modules()
+    )
+
+
+def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
+    """(ups, down) among the layers of a module, in order; names of a second layer come before the others."""
+    if len(here) < 2:
+        return None
+    names = list(here)
+    last = [n for n in names if _DOWN.match(_tail(n))]
+    order = last + [n for n in reversed(names) if n not in last]
+    for down in order:
+        hidden, width = in_features(here[down]), out_features(here[down])
+        others = [n for n in names if n != down and n not in last and in_features(here[n]) == width]
+        if hidden == width and down not in last:
+            continue  # nothing in the shapes tells the second from the first
+        ups = [n for n in others if out_features(here[n]) == hidden]
+        packed = [n for n in others if out_features(here[n]) == 2 * hidden]
+        if len(ups) in (1, 2):
+            return tuple(ups), down
+        if len(packed) == 1:
+            return tuple(packed), down
+        before = [n for n in ups if names.index(n) < names.index(down)]
+        if len(before) > 2:
+            return (before[-1],), down
+    return None
+
+
+def _tail(name: str) -> str:
+    """The last parts of a layer's name that tell what it is: `output.dense`, `fc2`."""
+    parts = name.split(".")
+    return ".".join(parts[-2:]) if parts[-1] in ("dense", "linear", "0") and len(parts) > 1 else parts[-1]
+
+
+def _site_name(model: nn.Module, home: str, down: str, known: set[str]) -> str:
+    """The module that holds the MLP; `mlp` in the block where that is the whole block; the layer if it has several."""
+    block = not home or home.rpartition(".")[2].isdigit()
+    name = (f"{home}.mlp" if home else "mlp") if block and not _is_small(model.get_submodule(home)) else home
+    return down if name in known or (block and name != home and hasattr(model.get_submodule(home), "mlp")) else name
+
+
+def _is_small(module: nn.Module) -> bool:
+    """An MLP of its own (an expert), not a whole block: it holds two or three linear layers and no norm."""
+    return len(linears(module)) <= 3
+
+
+def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSite | Refusal:
+    for layer in (*ups, down):
+        if problem := not_linear(model.get_submodule(layer)):
+            return Refusal(name, "mlp", f"{layer.rpartition('.')[2]} {problem}")
+    width = in_features(model.get_submodule(down))
+    rows = tuple(
+        Rows(up, start, start + width) for up in ups for start in range(0, out_features(model.get_submodule(up)), width)
+    )
+    return MLPSite(name, rows, down)

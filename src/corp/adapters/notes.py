@@ -1,0 +1,67 @@
+"""What structure alone does not tell about a site: which tokens are real, and whether a query sees later keys."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from corp.adapters.structure import in_block
+from corp.sites import AttentionSite, Mask, MLPSite, Site, module_of
+
+CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
+EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")
+MASK, ENCODER_MASK = "attention_mask", "encoder_attention_mask"
+
+
+def takes(cls: type, argument: str) -> bool:
+    """Whether the forward of this class has an argument of this name."""
+    return argument in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+
+
+def mask_of(model: nn.Module, site: str, argument: str = MASK) -> Mask | None:
+    """The mask that the innermost module around all blocks is given, or one further out; None where none takes one."""
+    parts = site.split(".")
+    around = [".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1)]
+    owners = [n for n in around if not in_block(f"{n}.x") and takes(type(model.get_submodule(n)), argument)]
+    return Mask(owners[0], argument, around=tuple(owners[1:])) if owners else None
+
+
+def noted(model: nn.Module, site: Site) -> Site:
+    """The site with its masks and its causality."""
+    name = module_of(site)
+    if isinstance(site, MLPSite):
+        return site if EXPERT.search(site.name) else replace(site, mask=mask_of(model, site.name))
+    mask = mask_of(model, name)
+    if not isinstance(site, AttentionSite):
+        return replace(site, mask=mask)
+    if CROSS.search(name):
+        return replace(site, q_mask=mask, k_mask=mask_of(model, name, ENCODER_MASK))
+    return replace(site, q_mask=mask, k_mask=mask, causal=is_causal(model, name), window=window_of(model, name))
+
+
+def is_causal(model: nn.Module, name: str) -> bool:
+    """What the attention says of itself, or its config; otherwise whether the model generates text."""
+    module: Any = model.get_submodule(name)
+    for known in (getattr(module, "is_causal", None), getattr(module, "causal", None)):
+        if isinstance(known, bool):
+            return known
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    if getattr(module, "is_decoder", False) or getattr(config, "is_decoder", False):
+        return True
+    parts = name.split(".")
+    around = [type(model.get_submodule(".".join(parts[:depth]))).__name__ for depth in range(len(parts))]
+    if any("encoder" in cls.lower() for cls in around):
+        return False
+    return any(cls.endswith(("ForCausalLM", "LMHeadModel")) or "Decoder" in cls for cls in around)
+
+
+def window_of(model: nn.Module, name: str) -> int | None:
+    """How many keys a causal query sees at most."""
+    module: Any = model.get_submodule(name)
+    owner = module if hasattr(module, "sliding_window") else getattr(module, "config", None)
+    found = getattr(owner, "sliding_window", None)
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

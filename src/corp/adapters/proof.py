@@ -1,0 +1,280 @@
+"""Claims tried out: what pruning relies on is a symmetry of the model, and a symmetry can be tested.
+
+Random numbers take the place of what the layers of the sites give, once as they are and once transformed: channels
+permuted and half of them changed (MLP), values mapped and mapped back (V/O), queries and keys mapped by inverse
+transposes (Q/K), or, under rotary positions, every pair rotated and scaled. What reaches the layer that consumes them
+must be the same. No weight is touched or even used, so the outcome is that of the architecture, not of its weights.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import evaluating, uncompiled, without_cache
+from corp.calibration.hooks import removing, without_fast_path
+from corp.calibration.kernel import Watched, watching_kernel
+from corp.sites import AttentionSite, MLPSite, Rows, Site, ValueSite
+
+Run = Callable[[], Any]
+Change = Callable[[Tensor], Tensor]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative difference up to which two ways to compute the same agree; wrong claims are off by a tenth or more."""
+    return float(min(0.1, max(1e-5, 3 * torch.finfo(dtype).eps ** 0.5)))
+
+
+@dataclass
+class Trial:
+    """One pass: what consuming layers took (`z`) and attention kernels (`kernels`: shapes and scale), by name."""
+
+    z: dict[str, list[Tensor]] = field(default_factory=dict)
+    kernels: dict[str, tuple[torch.Size, torch.Size, float]] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
+    output: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The layers whose outputs are random in a trial, those whose inputs are looked at, and attentions by the latter.
+
+    An attention without a known output projection is looked at where it ends.
+    """
+
+    makers: tuple[str, ...]
+    takers: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+
+def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
+    makers = [rows.module for site in sites for rows in made_by(site)]
+    ends = [s.attention for s in sites if isinstance(s, AttentionSite) and s.attention not in downs]
+    takers = [*(s.down for s in sites if not isinstance(s, AttentionSite)), *downs.values()]
+    return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends)))
+
+
+def made_by(site: Site) -> tuple[Rows, ...]:
+    """The rows whose outputs are the site's channels or dimensions."""
+    if isinstance(site, MLPSite):
+        return site.up
+    return (site.q, site.k) if isinstance(site, AttentionSite) else (site.v,)
+
+
+def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
+    """Run the model with random numbers for what its layers make, transformed for `sites`.
+
+    With `control`, queries alone are doubled: where nothing changes, a proof about them would prove nothing.
+    """
+    trial = Trial()
+    changes: dict[str, list[tuple[Rows, Change]]] = {}
+    for site in sites:
+        for rows, change in _doubled(site) if control else transformed(site):
+            changes.setdefault(rows.module, []).append((rows, change))
+    handles = []
+    for name in places.makers:
+        handles.append(model.get_submodule(name).register_forward_hook(_inject(name, trial, changes.get(name, []))))
+    for name in places.takers:
+        handles.append(model.get_submodule(name).register_forward_pre_hook(_take(name, trial)))
+    for name in places.ends:
+        handles.append(model.get_submodule(name).register_forward_hook(_end(name, trial)))
+    watched = [Watched(s, _kernel(s.attention, trial)) for s in sites if isinstance(s, AttentionSite)]
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), evaluating(model), without_cache(model), without_fast_path(), uncompiled()):
+            stack.enter_context(context)
+        stack.enter_context(removing(handles))
+        stack.enter_context(watching_kernel(model, watched))
+        stack.enter_context(_quiet_randomness())
+        trial.output = list(tensors(run()))
+    return trial
+
+
+@contextmanager
+def _quiet_randomness() -> Iterator[None]:
+    """Every pass draws the same numbers, and the user's generator is where it was afterwards."""
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
+    calls = 0
+
+    def after(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        trial.made.add(name)
+        x = noise(f"{name}/{calls}", output)
+        for rows, change in changes:
+            x[..., rows.index] = change(x[..., rows.index])
+        return x
+
+    return after
+
+
+def _take(name: str, trial: Trial) -> Any:
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen = trial.z.setdefault(name, [])
+        seen.append(args[0].detach().clone())
+        return noise(f"{name}/in/{len(seen)}", args[0]), *args[1:]
+
+    return before
+
+
+def _end(name: str, trial: Trial) -> Any:
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        trial.z.setdefault(name, []).extend(x.detach().clone() for x in list(tensors(output))[:1])
+
+    return after
+
+
+def _kernel(name: str, trial: Trial) -> Any:
+    def see(q: Tensor, k: Tensor, scale: float) -> None:
+        trial.kernels[name] = q.shape, k.shape, scale
+
+    return see
+
+
+def noise(name: str, like: Tensor) -> Tensor:
+    """Normal numbers in the shape of `like`, the same for the same name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
+
+
+def tensors(output: Any) -> Iterator[Tensor]:
+    """All tensors of real numbers in what a model returns."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from tensors(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors(value)
+
+
+# What is done to the outputs of a site's layers, and how it is undone where they are consumed.
+
+
+def transformed(site: Site) -> list[tuple[Rows, Change]]:
+    if isinstance(site, MLPSite):
+        order, changed = _channels(site)
+
+        def shuffle(x: Tensor, seed: int) -> Tensor:
+            x = torch.where(changed.to(x.device), noise(f"{site.name}/{seed}", x), x)
+            return x[..., order.to(x.device)]
+
+        return [(rows, lambda x, i=i: shuffle(x, i)) for i, rows in enumerate(site.up)]  # type: ignore[misc]
+    if isinstance(site, ValueSite):
+        return [(site.v, lambda x: by_head(x, value_maps(site)))]
+    A = query_maps(site)  # (K, d, d)
+    back = torch.linalg.inv(A).mT
+    shared = site.heads // site.groups
+    return [
+        (site.q, lambda x: by_head(x, A.repeat_interleave(shared, 0))),
+        (site.k, lambda x: by_head(x, back)),
+    ]
+
+
+def _doubled(site: Site) -> list[tuple[Rows, Change]]:
+    return [(site.q, lambda x: 2 * x)] if isinstance(site, AttentionSite) else []
+
+
+def undone(site: Site, z: Tensor) -> Tensor:
+    """What a consuming layer took in a trial, in terms of the one without."""
+    if isinstance(site, MLPSite):
+        return torch.empty_like(z).index_copy(-1, _channels(site)[0].to(z.device), z)
+    if isinstance(site, ValueSite):
+        back = torch.linalg.inv(value_maps(site))
+        return by_head(z, back.repeat_interleave(site.heads // site.groups, 0))
+    return z
+
+
+def compared(site: Site, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts that must agree: of an MLP the channels that were not changed."""
+    if isinstance(site, MLPSite):
+        same = ~_channels(site)[1].to(before.device)
+        return before[..., same], after[..., same]
+    return before, after
+
+
+def _channels(site: MLPSite) -> tuple[Tensor, Tensor]:
+    """A permutation (D,), and which channels are changed (D,), about half of them."""
+    generator = torch.Generator().manual_seed(site.width)
+    order = torch.randperm(site.width, generator=generator)
+    changed = torch.randperm(site.width, generator=generator) < site.width // 2
+    return order, changed
+
+
+def value_maps(site: ValueSite) -> Tensor:
+    return torch.stack([_mixing(site.width, g) for g in range(site.groups)])
+
+
+def query_maps(site: AttentionSite) -> Tensor:
+    """(K, d, d): any map of plain dimensions; of rotary pairs one that rotates and scales each."""
+    return torch.stack([_query_map(site, g) for g in range(site.groups)])
+
+
+def _query_map(site: AttentionSite, g: int) -> Tensor:
+    generator = torch.Generator().manual_seed(g)
+    p = site.rotary_dims // 2
+    angle, size = (torch.rand(p, generator=generator, dtype=torch.float64) for _ in range(2))
+    re, im = (torch.diag((0.6 + size) * part) for part in ((6.28 * angle).cos(), (6.28 * angle).sin()))
+    pairs = torch.cat([torch.cat([re, -im], 1), torch.cat([im, re], 1)])  # (2p, 2p)
+    return torch.block_diag(pairs, _mixing(site.plain_width, g)) if site.plain_width else pairs
+
+
+def _mixing(d: int, seed: int) -> Tensor:
+    """A well-conditioned map (d, d) that is neither orthogonal nor diagonal."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    Q, _ = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
+    scaled: Tensor = Q * (0.6 + torch.rand(d, generator=generator, dtype=torch.float64))
+    return scaled
+
+
+def by_head(x: Tensor, maps: Tensor) -> Tensor:
+    """x (..., H d) with every head's dimensions mapped by maps (H, d, d)."""
+    maps = maps.to(x.device, torch.float32 if x.dtype != torch.float64 else x.dtype)
+    heads = x.to(maps.dtype).unflatten(-1, (len(maps), -1))
+    return torch.einsum("...hd,hed->...he", heads, maps).flatten(-2).to(x.dtype)
+
+
+def difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:
+    """The relative difference at the consuming layer `at`; None where nothing passed."""
+    before, after = base.z.get(at, []), trial.z.get(at, [])
+    if not before or len(before) != len(after):
+        return None if not before and not after else float("inf")
+    error = size = 0.0
+    for old, new in zip(before, after, strict=True):
+        if old.numel() == 0:
+            continue
+        a, b = (x.double() for x in compared(site, old, undone(site, new)))
+        error, size = error + float((a - b).square().sum()), size + float(a.square().sum())
+    if size == 0:
+        return None if error == 0 else float("inf")
+    found = (error / size) ** 0.5
+    return found if found == found else float("inf")  # NaN is no agreement
+
+
+def same_output(base: Trial, trial: Trial) -> bool:
+    """Whether the model ends as it did: nothing else may use what a site's layers make."""
+    if len(base.output) != len(trial.output):
+        return False
+    for a, b in zip(base.output, trial.output, strict=True):
+        limit = tolerance(a.dtype) * max(1e-30, float(a.double().nan_to_num().square().mean()) ** 0.5)
+        if (
+            a.shape != b.shape
+            or float((a.double() - b.double()).nan_to_num().abs().max() if a.numel() else 0) > 10 * limit
+        ):
+            return False
+    return True

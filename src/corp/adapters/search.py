@@ -1,0 +1,147 @@
+"""What adapters know and what structure shows, put together and tried out on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from corp.adapters.examples import examples
+from corp.adapters.mlps import mlps, packed_experts
+from corp.adapters.multihead import KNOWN, multihead
+from corp.adapters.notes import noted
+from corp.adapters.settle import first_ways, joined, settle
+from corp.adapters.structure import Claim, attentions, claim_attention
+from corp.calibration.batches import Forward, feed
+from corp.errors import CorpError
+from corp.sites import Finding, Refusal, Site, layers_of, module_of
+
+
+@dataclass
+class Found:
+    """Sites in the order of the model, what was refused, and the names of sites that were tried out."""
+
+    sites: list[Site] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    proven: set[str] = field(default_factory=set)
+
+
+def search(
+    model: nn.Module, known: Sequence[Finding], theirs: Sequence[str], batch: Any, forward: Forward | None
+) -> Found:
+    """Known findings, and claims about all other layers but those under the prefixes `theirs`."""
+    fixed: list[Site] = [one for one in known if not isinstance(one, Refusal)]
+    refused = [one for one in known if isinstance(one, Refusal)]
+    for one in _multiheads(model, fixed, refused, theirs):
+        if isinstance(one, Refusal):
+            refused.append(one)
+        else:
+            fixed.append(one)
+    claims = list(_claims(model, fixed, theirs))
+    refused += [refusal for claim in claims for refusal in claim.refused]
+    taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
+    taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
+    taken |= {claim.parts.down for claim in claims if claim.parts.down}
+    taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
+    for one in (*packed_experts(model), *mlps(model, taken)):
+        if isinstance(one, Refusal):
+            refused.append(one)
+        else:
+            fixed.append(noted(model, one))
+    found = _tried(model, claims, fixed, batch, forward)
+    found.refused = _only_once([*refused, *found.refused], found.sites)
+    found.sites = _ordered(model, joined(found.sites))
+    return found
+
+
+def _multiheads(
+    model: nn.Module, fixed: Sequence[Site], refused: Sequence[Refusal], theirs: Sequence[str]
+) -> list[Finding]:
+    """Every nn.MultiheadAttention that no adapter has spoken of."""
+    known = {module_of(site) for site in fixed} | {r.name for r in refused} | set(_under(model, theirs))
+    return [
+        one
+        for name, module in model.named_modules()
+        if type(module) in KNOWN and name not in known
+        for one in multihead(name, module)
+    ]
+
+
+def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> Iterator[Claim]:
+    taken = {name for site in fixed for name in layers_of(site)} | set(_under(model, theirs))
+    for parts in attentions(model, taken):
+        yield claim_attention(model, parts, lambda site: noted(model, site))
+
+
+def _under(model: nn.Module, prefixes: Sequence[str]) -> Iterator[str]:
+    return (name for name, _ in model.named_modules() if any(name.startswith(prefix) for prefix in prefixes))
+
+
+def _only_once(refused: Sequence[Refusal], sites: Sequence[Site]) -> list[Refusal]:
+    """A place is refused once, and not where another way was found to prune it."""
+    found = {(site.name, site.kind) for site in sites}
+    by_place = {(r.name, r.kind): r for r in refused}  # the last one knows most
+    return [r for place, r in by_place.items() if place not in found]
+
+
+def _ordered(model: nn.Module, sites: Sequence[Site]) -> list[Site]:
+    """In the order of the model's layers; queries before values before the MLP."""
+    position = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    kinds = ("attn", "vo", "mlp")
+    return sorted(sites, key=lambda s: (position[layers_of(s)[0]], position.get(module_of(s), 0), kinds.index(s.kind)))
+
+
+def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any, forward: Forward | None) -> Found:
+    found = Found()
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        for run in _runs(model):
+            if not claims and not fixed:
+                break
+            claims, fixed = _try(model, run, claims, fixed, found)
+        if batch is not None:
+            claims = [_likeliest(claim) for claim in claims]  # what loading, which has no batch, would take
+            fixed, found.sites, found.proven = [*fixed, *found.sites], [], set()
+            claims, fixed = _try(model, lambda: feed(model, batch, forward), claims, fixed, found, strict=True)
+    found.sites += [*fixed, *first_ways(claims)]
+    return found
+
+
+def _likeliest(claim: Claim) -> Claim:
+    return Claim(claim.parts, claim.qk[:1], claim.vo[:1])
+
+
+def _runs(model: nn.Module) -> Iterator[Callable[[], Any]]:
+    for module, batch in examples(model):
+        yield lambda module=module, batch=batch: feed(module, batch)  # type: ignore[misc]
+
+
+def _try(
+    model: nn.Module,
+    run: Callable[[], Any],
+    claims: list[Claim],
+    fixed: list[Site],
+    found: Found,
+    *,
+    strict: bool = False,
+) -> tuple[list[Claim], list[Site]]:
+    """One input; what it does not reach stays open. An example that the model does not take says nothing."""
+    try:
+        outcome = settle(model, run, claims, fixed)
+    except CorpError:
+        raise
+    except Exception:
+        if strict:
+            raise
+        return claims, fixed
+    found.sites += outcome.sites
+    found.refused += outcome.refused
+    found.proven |= outcome.proven
+    if not strict:
+        return outcome.open, outcome.open_sites
+    left = [*outcome.open_sites, *first_ways(outcome.open)]
+    found.refused += [
+        Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in left if s.name in outcome.unreached
+    ]
+    return [], [s for s in left if s.name not in outcome.unreached]

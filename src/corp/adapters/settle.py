@@ -1,0 +1,226 @@
+"""From claims to sites: alternatives are tried one after the other, and what fails is refused with its number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from corp.adapters.proof import Run, Trial, attempt, difference, made_by, places_of, same_output, tolerance
+from corp.adapters.structure import Claim
+from corp.calibration.batches import placement
+from corp.sites import AttentionSite, Refusal, Site, ValueSite
+from corp.surgery.padded import Padded
+
+WHAT = {
+    "mlp": "permuting its channels and changing half of them changes the others",
+    "vo": "mapping its values and undoing that before the output projection changes what that takes",
+    "attn": "mapping queries and keys by inverse transposes changes the attention",
+}
+NO_KERNEL = (
+    "its queries and keys are rotated, and the rotated ones reach no attention kernel, where they are read; use "
+    'attn_implementation="sdpa" if the model has it'
+)
+
+
+@dataclass
+class Outcome:
+    """Sites and refusals; `open` are claims that the run could not decide, `proven` the names of sites that were tried.
+
+    `unreached` are the names of sites that nothing passed.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    open: list[Claim] = field(default_factory=list)
+    open_sites: list[Site] = field(default_factory=list)
+    proven: set[str] = field(default_factory=set)
+    unreached: set[str] = field(default_factory=set)
+
+
+def settle(model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site]) -> Outcome:
+    """Try out what the claims and the sites `fixed` (one way each) say, on what `run` passes through the model."""
+    work = _Work(model, run, claims, [site for site in fixed if not _bare(site)])
+    outcome = Outcome(sites=[site for site in fixed if _bare(site)])
+    if not work.at_once(outcome):
+        work.values(outcome)
+        work.queries(outcome)
+        work.together(outcome)
+    return outcome
+
+
+def _bare(site: Site) -> bool:
+    """nn.MultiheadAttention, known by its exact class, calls no layer that could be watched."""
+    return (isinstance(site, AttentionSite) and site.q.bare) or (isinstance(site, ValueSite) and site.v.bare)
+
+
+class _Work:
+    def __init__(self, model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site]) -> None:
+        self.model, self.run, self.claims, self.fixed = model, run, list(claims), list(fixed)
+        self.downs = {s.attention: s.down for s in fixed if isinstance(s, ValueSite)}
+        self.downs |= {claim.parts.name: claim.parts.down for claim in claims if claim.parts.down}
+        every: list[Site] = [*fixed]
+        for claim in claims:
+            every += [*claim.qk, *claim.vo]
+        self.places = places_of(every, self.downs)
+        self.limit = tolerance(placement(model)[1])
+        self.base = self.attempt([])
+        self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values proved
+
+    def attempt(self, sites: Sequence[Site], **options: Any) -> Trial:
+        return attempt(self.model, self.run, self.places, sites, **options)
+
+    def at(self, site: Site) -> str:
+        return self.downs.get(site.attention, site.attention) if isinstance(site, AttentionSite) else site.down
+
+    def at_once(self, outcome: Outcome) -> bool:
+        """All of it in one pass, which is enough where the likeliest alternative of everything is right."""
+        every = [*self.fixed, *first_ways(self.claims)]
+        trial = self.attempt(every)
+        by_attention = {s.attention: s for s in every if isinstance(s, ValueSite)}
+        judged = [(s, by_attention.get(s.attention, s) if isinstance(s, AttentionSite) else s) for s in every]
+        claimed = [s for s in first_ways(self.claims) if isinstance(s, AttentionSite)]
+        if not all(self._agrees(judge, trial) and not _unreadable(site, trial) for site, judge in judged):
+            return False
+        if not same_output(self.base, trial) or not self._sensitive(claimed):
+            return False
+        for site in every:
+            self._accept(site, outcome, trial)
+        return True
+
+    def _agrees(self, site: Site, trial: Trial) -> bool:
+        found = difference(site, self.at(site), self.base, trial)
+        return found is not None and found <= self.limit
+
+    def _sensitive(self, sites: Sequence[Site]) -> bool:
+        """Whether doubled queries change every one of these attentions: otherwise nothing would show."""
+        if not sites:
+            return True
+        control = self.attempt(sites, control=True)
+        return all(self._changes(site, control) for site in sites)
+
+    def _changes(self, site: Site, control: Trial) -> bool:
+        return (difference(site, self.at(site), self.base, control) or 0) > 3 * self.limit
+
+    def values(self, outcome: Outcome) -> None:
+        """MLPs and values: no attention needs to be right for them."""
+        waiting: list[tuple[Claim | None, Sequence[Site]]] = [
+            *((None, (site,)) for site in self.fixed if not isinstance(site, AttentionSite)),
+            *((claim, claim.vo) for claim in self.claims if claim.vo),
+        ]
+        self._rounds(waiting, outcome)
+
+    def queries(self, outcome: Outcome) -> None:
+        waiting: list[tuple[Claim | None, Sequence[Site]]] = [
+            (None, (site,)) for site in self.fixed if isinstance(site, AttentionSite)
+        ]
+        for claim in self.claims:
+            ways = [s for s in claim.qk if _same_layout(s, self.chosen.get(claim.parts.name))]
+            waiting += [(claim, ways)] if ways else []
+        control = self.attempt([ways[0] for _, ways in waiting], control=True) if waiting else self.base
+        sensitive = [one for one in waiting if self._changes(one[1][0], control)]
+        for one in waiting:
+            if one not in sensitive:
+                self._undecided(one[0], one[1][0], one[1], outcome)
+        self._rounds(sensitive, outcome)
+
+    def _rounds(self, waiting: list[tuple[Claim | None, Sequence[Site]]], outcome: Outcome) -> None:
+        """Round after round the next alternative of everything that has not been proven yet."""
+        best: dict[str, float] = {}
+        number = 0
+        while waiting:
+            now = [ways[number] for _, ways in waiting]
+            trial = self.attempt(now)
+            left = []
+            for (claim, ways), site in zip(waiting, now, strict=True):
+                found = difference(site, self.at(site), self.base, trial)
+                if found is None or not all(rows.module in self.base.made for rows in made_by(site)):
+                    self._undecided(claim, site, ways, outcome)
+                elif found <= self.limit and (problem := _unreadable(site, trial)):
+                    outcome.refused.append(Refusal(site.name, site.kind, problem))
+                elif found <= self.limit:
+                    self._accept(site, outcome, trial)
+                else:
+                    best[site.name] = min(found, best.get(site.name, found))
+                    if number + 1 < len(ways):
+                        left.append((claim, ways))
+                    else:
+                        reason = f"tried out on the model, {WHAT[site.kind]} (by {best[site.name]:.2g} of its size)"
+                        outcome.refused.append(Refusal(site.name, site.kind, reason))
+            waiting, number = left, number + 1
+
+    def _undecided(self, claim: Claim | None, site: Site, ways: Sequence[Site], outcome: Outcome) -> None:
+        """Nothing came by, or nothing that would show a difference; or layers are used without being called."""
+        called = [rows.module in self.base.made for rows in made_by(site)]
+        reached = self.at(site) in self.base.z
+        if any(called) != reached or (reached and not all(called)):
+            silent = [rows.module for rows, seen in zip(made_by(site), called, strict=True) if not seen]
+            reason = f"{(silent or [self.at(site)])[0]} is used without being called, so nothing can be seen of it"
+            outcome.refused.append(Refusal(site.name, site.kind, reason))
+            return
+        outcome.unreached |= set() if reached else {site.name}
+        if claim is None:
+            outcome.open_sites.append(site)
+        else:
+            left = {"qk": tuple(ways), "vo": ()} if isinstance(site, AttentionSite) else {"vo": tuple(ways), "qk": ()}
+            outcome.open.append(replace(claim, refused=(), **left))  # type: ignore[arg-type]
+
+    def _accept(self, site: Site, outcome: Outcome, trial: Trial) -> None:
+        if isinstance(site, AttentionSite) and site.padded and site.attention in trial.kernels:
+            site = replace(site, scale=float(trial.kernels[site.attention][2]))
+        if isinstance(site, ValueSite) and isinstance(site.build, Padded):
+            self.chosen[site.attention] = site.build
+        outcome.sites.append(site)
+        outcome.proven.add(site.name)
+
+    def together(self, outcome: Outcome) -> None:
+        """All proven sites at once: the model must end as it did, or something else uses what their layers make."""
+        tried = [site for site in outcome.sites if site.name in outcome.proven]
+        for site in self._culprits(tried):
+            outcome.sites.remove(site)
+            outcome.proven.discard(site.name)
+            reason = "tried out on the model, its output changes: something besides its own layer uses what it makes"
+            outcome.refused.append(Refusal(site.name, site.kind, reason))
+
+    def _culprits(self, sites: list[Site]) -> list[Site]:
+        """By halves, and only where something is wrong."""
+        if not sites or same_output(self.base, self.attempt(sites)):
+            return []
+        if len(sites) == 1:
+            return sites
+        half = len(sites) // 2
+        return [*self._culprits(sites[:half]), *self._culprits(sites[half:])]
+
+
+def _same_layout(site: AttentionSite, chosen: Padded | None) -> bool:
+    return chosen is None or not isinstance(site.build, Padded) or site.build.v == chosen.v
+
+
+def _unreadable(site: Site, trial: Trial) -> str | None:
+    """Why the rotated queries of a site cannot be read; None where they can or need not be."""
+    if not isinstance(site, AttentionSite) or site.rotary is None or site.rotary.argument is not None:
+        return None
+    shapes = trial.kernels.get(site.attention)
+    if shapes is None:
+        return NO_KERNEL
+    q, k, _ = shapes
+    fits = len(q) == len(k) == 4 and q[1] == site.heads and q[3] == k[3] == site.width
+    return None if fits and k[1] in (site.groups, site.heads) else NO_KERNEL
+
+
+def first_ways(claims: Sequence[Claim]) -> list[Site]:
+    """What is claimed where nothing could be tried: of every alternative the likeliest."""
+    return [ways[0] for claim in claims for ways in (claim.qk, claim.vo) if ways]
+
+
+def joined(sites: Sequence[Site]) -> list[Site]:
+    """Queries and values of one attention are narrowed together, so both must know the same layers."""
+    builds: dict[str, Any] = {s.attention: s.build for s in sites if isinstance(s, AttentionSite)}
+    return [
+        replace(s, build=builds[s.attention])
+        if isinstance(s, ValueSite) and isinstance(s.build, Padded) and s.attention in builds
+        else s
+        for s in sites
+    ]

@@ -1,0 +1,186 @@
+"""The contract that every model must pass, as a function that users can run on their own: check_model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp import api
+from corp.adapters.proof import tensors
+from corp.adapters.registry import find_sites
+from corp.calibration.batches import Forward, evaluating, feed
+from corp.errors import CorpError
+from corp.evaluate.check import check
+from corp.recipe import Recipe
+from corp.sites import Sites, fingerprint
+from corp.storage.folder import load, save
+from corp.tables import text_table
+
+KINDS = {"mlp": "MLP", "attn": "Q/K", "vo": "V/O"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the contract: what was tried, whether it held, and the numbers or the reason."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def check_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    forward: Forward | None = None,
+    sparsity: float = 0.4,
+    show: Callable[[str], None] | None = print,
+) -> list[Row]:
+    """Run the whole contract on `model` with one batch (or a list of batches) and print a table of the outcome.
+
+    Claims are tried out on the model, pruning nothing is the identity, the error that is predicted at every site is
+    the one that is measured, and the pruned model is smaller, finite, survives a folder, and can be pruned again. The
+    model itself is left as it was. Returns the rows of the table; `show=None` prints nothing.
+    """
+    work = _Contract(model, batch if isinstance(batch, list) else [batch], forward, sparsity)
+    rows = [_tried(name, step) for name, step in work.steps()]
+    if show:
+        show(text_table(("contract", "", "detail"), [(r.name, "ok" if r.passed else "FAILED", r.detail) for r in rows]))
+    return rows
+
+
+def _tried(name: str, step: Callable[[], str]) -> Row:
+    try:
+        return Row(name, True, step())
+    except CorpError as error:
+        return Row(name, False, str(error))
+    except Exception as error:  # of the model's own code, or a defect here: the table goes on
+        return Row(name, False, f"{type(error).__name__}: {error}")
+
+
+class _BrokenError(CorpError):
+    """A promise that did not hold."""
+
+
+class _Contract:
+    def __init__(self, model: nn.Module, batches: Sequence[Any], forward: Forward | None, sparsity: float) -> None:
+        self.model, self.batches, self.forward = model, list(batches), forward
+        self.before = fingerprint(model)
+        self.sites: Sites | None = None
+        self.sparsity = sparsity
+        self.result: api.Result | None = None
+
+    def steps(self) -> list[tuple[str, Callable[[], str]]]:
+        return [
+            *((f"{name} sites", lambda kind=kind: self.found(kind)) for kind, name in KINDS.items()),
+            ("accounted for", self.accounted),
+            ("nothing pruned is the identity", self.identity),
+            ("predicted = measured", self.predicted),
+            ("pruned", self.pruned),
+            ("saved and loaded", self.saved),
+            ("pruned again", self.again),
+            ("left as it was", self.untouched),
+        ]
+
+    def find(self) -> Sites:
+        if self.sites is None:
+            self.sites = find_sites(self.model, self.batches[0], self.forward)
+        return self.sites
+
+    def found(self, kind: str) -> str:
+        sites = [site for site in self.find() if site.kind == kind]
+        refused = [r for r in self.find().refused if r.kind == kind]
+        proven = sum(site.name in self.find().proven for site in sites)
+        reasons = "; ".join(dict.fromkeys(r.reason for r in refused))
+        return f"{len(sites)} found, {proven} tried out, {len(refused)} refused{': ' + reasons if reasons else ''}"
+
+    def accounted(self) -> str:
+        shares = self.find().coverage()
+        return ", ".join(f"{share:.0%} {state}" for state, share in shares.items())
+
+    def recipe(self, share: float) -> Recipe:
+        """All kinds that the model has, but what is refused by name."""
+        return _recipe(self.find(), share)
+
+    def outputs(self, model: nn.Module) -> list[Tensor]:
+        with torch.no_grad(), evaluating(model):
+            return list(tensors(feed(model, self.batches[0], self.forward)))
+
+    def prune(self, model: nn.Module, recipe: Recipe) -> api.Result:
+        return api.prune(model, self.batches, recipe, forward=self.forward)
+
+    def identity(self) -> str:
+        same = self.prune(self.model, Recipe())
+        if not _equal(self.outputs(same.model), self.outputs(self.model)):
+            raise _BrokenError("the outputs differ")
+        return "bit-identical"
+
+    def predicted(self) -> str:
+        stats = api.calibrate(self.model, self.batches, forward=self.forward)
+        plan = api.plan(self.model, stats, self.recipe(self.sparsity))
+        pruned = api.apply(self.model, replace(stats, inputs=None), plan).model
+        checked = check(self.model, pruned, plan, self.batches, forward=self.forward)
+        odd = [one for one in checked if not one.finding.agrees]
+        if odd:
+            first = odd[0]
+            raise _BrokenError(
+                f"{len(odd)} of {len(checked)} sites: {first.finding.site} should lose {first.expected:.4%} of its "
+                f"output and loses {first.measured:.4%}"
+            )
+        return f"{len(checked)} of {len(plan.sites)} sites measured"
+
+    def pruned(self) -> str:
+        self.result = self.prune(self.model, self.recipe(self.sparsity))
+        dense, smaller = (sum(p.numel() for p in m.parameters()) for m in (self.model, self.result.model))
+        if not all(bool(x.isfinite().all()) for x in self.outputs(self.result.model)) or smaller >= dense:
+            raise _BrokenError("the pruned model is no smaller, or its output is not finite")
+        return f"{smaller / dense:.1%} of the parameters"
+
+    def saved(self) -> str:
+        result = self.made()
+        with tempfile.TemporaryDirectory() as folder:
+            save(result, Path(folder) / "model")
+            try:
+                loaded, how = load(Path(folder) / "model"), "from the folder alone"
+            except CorpError:
+                loaded, how = load(Path(folder) / "model", base=self.model), "with base=model"
+            if not _equal(self.outputs(loaded), self.outputs(result.model)):
+                raise _BrokenError(f"loaded {how}, the outputs differ")
+        return f"bit-identical, loaded {how}"
+
+    def again(self) -> str:
+        once = self.made().model
+        sites = find_sites(once)
+        if not len(sites):
+            return "nothing is left to prune"
+        twice = self.prune(once, _recipe(sites, self.sparsity / 2)).model
+        if not all(bool(x.isfinite().all()) for x in self.outputs(twice)):
+            raise _BrokenError("the output is not finite")
+        return ", ".join(name for kind, name in KINDS.items() if any(site.kind == kind for site in sites))
+
+    def made(self) -> api.Result:
+        if self.result is None:
+            raise _BrokenError("the model could not be pruned")
+        return self.result
+
+    def untouched(self) -> str:
+        if fingerprint(self.model) != self.before:
+            raise _BrokenError("the model's weights have changed")
+        if any(m._forward_hooks or m._forward_pre_hooks for m in self.model.modules()):
+            raise _BrokenError("hooks are left on the model")
+        return "weights bit-identical, no hooks"
+
+
+def _recipe(sites: Sites, share: float) -> Recipe:
+    kinds: dict[str, Any] = {kind: share for kind in KINDS if any(site.kind == kind for site in sites)}
+    return Recipe(**kinds, skip=tuple(r.name for r in sites.refused if r.kind in kinds))
+
+
+def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
