@@ -1,8 +1,8 @@
 """Budget to token schedule: how many tokens every block merges, chosen by what the output does on held-out batches.
 
 A schedule is a shape, the relative numbers of all blocks, and one factor that the budget decides. Shapes that are tried
-are an even one, one that rises with depth, and one from the curve of every block by itself; the best of them is then
-tilted towards early or late blocks as long as that helps.
+are an even one, one that rises with depth, one from the curve of every block by itself, and one in every second block;
+the best of them is then tilted towards early or late blocks as long as that helps.
 """
 
 from __future__ import annotations
@@ -71,10 +71,14 @@ def choose_schedule(
 
 
 def starting_shapes(trial: _Trial) -> list[Shape]:
-    """An even shape, one that rises with depth, and one from every block's own curve."""
+    """An even shape, one that rises with depth, one from every block's own curve, and one in every second block.
+
+    The last costs as many operations in half as many kernels, which a budget of time will notice.
+    """
     steps = _depths(len(trial.merging.schedule))
     rising = [RISE + 2 * (1 - RISE) * depth for depth in steps]
-    return [[1.0] * len(steps), rising, curve_shape(trial.probe(), len(steps))]
+    second = [float(number % 2) for number in range(len(steps))]
+    return [[1.0] * len(steps), rising, curve_shape(trial.probe(), len(steps)), second]
 
 
 def curve_shape(moved: Sequence[float], blocks: int) -> Shape:
@@ -137,8 +141,11 @@ class _Trial:
         self.tokens = tokens_of(self.model, self.merging, self.held[0], self.forward)
 
     def measure(self, shape: Shape) -> float:
-        """How far the output moves with the largest schedule of this shape that the budget asks for."""
-        merging = self.fitting(shape)
+        """How far the output moves with the schedule of this shape that the budget asks for; infinitely without one."""
+        try:
+            merging = self.fitting(shape)
+        except PlanError:
+            return math.inf
         if merging.schedule not in self.known:
             moved = self.moved(merging)
             self.known[merging.schedule] = Chosen(merging, self.cost(merging), moved)
