@@ -24,7 +24,7 @@ from benchmarks.speed import MODELS, RESULTS, RUNTIMES, runner, sample
 from corp.allocation.tokens import fitting, mac_share, merged_copy
 from corp.files import write_text
 from corp.measure.timing import interleave, speed_up, summarize
-from corp.surgery.merging import Merging
+from corp.planning.merging import Merging
 from corp.tables import markdown_table
 
 # isort: split

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,12 @@ from torch import nn
 from corp.adapters.registry import find_sites
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.search import samples_needed, search
+from corp.allocation.tokens import merged_copy
 from corp.calibration import workers
 from corp.calibration.batches import (
     Forward,
+    count_samples,
+    describe,
     enumerate_batches,
     evaluating,
     example,
@@ -36,45 +39,20 @@ from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import pairs_of_all, plan_site
+from corp.planning.report import TOTALS, Report
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
+from corp.refit.merged import repair_merged
 from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
 from corp.refit.replay import Block
+from corp.refit.tokens import choose_merging, width_recipe
 from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
+from corp.surgery.merged import merge_tokens
 from corp.surgery.self_check import require_agreement, verify
-from corp.tables import Tabular, text_table
+from corp.tables import Tabular
 
-TOTALS = ("", "before", "after", "ratio")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What pruning did: print it, or take `to_dict()`. `macs` is None if the input's shape is unknown."""
-
-    plan: Plan
-    params: tuple[int, int]
-    macs: tuple[int, int] | None = None
-
-    def totals(self) -> list[tuple[str, ...]]:
-        """Parameters and, if known, operations per sample, under TOTALS."""
-        rows = [_total("parameters", self.params, 1e6, "M")]
-        if self.macs is not None:
-            rows.append(_total("MACs per sample", self.macs, 1e9, "G"))
-        return rows
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "params": {"before": self.params[0], "after": self.params[1]},
-            "macs": None if self.macs is None else {"before": self.macs[0], "after": self.macs[1]},
-            "samples": self.plan.samples,
-            "recipe": self.plan.recipe.to_dict(),
-            "why": dict(self.plan.why),
-            "sites": [_site_report(site) for site in self.plan.sites],
-        }
-
-    def __str__(self) -> str:
-        return f"{self.plan}\n\n{text_table(TOTALS, self.totals())}"
+MERGING_SAMPLES = 64  # held-out samples on which schedules of merged tokens are compared
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,6 +195,8 @@ def prune(
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     dense = _Dense.of(model, recipe)
+    if recipe.tokens is not None:
+        return _prune_merged(dense, batches, recipe, stats, forward, settings, origin, watch)
     if model.training:
         watch.note("the model is in train mode: corp runs it in eval mode; call .eval() on the result before use")
     with without_cache(model):
@@ -235,6 +215,43 @@ def prune(
         _warn_of_notes(planned)
         result = _apply(dense, stats, planned)
         return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
+
+
+def _prune_merged(
+    dense: _Dense,
+    batches: Iterable[Any] | None,
+    recipe: Recipe,
+    stats: Statistics | None,
+    forward: Forward | None,
+    settings: Settings | None,
+    origin: dict[str, Any] | None,
+    observer: Observer,
+) -> Result:
+    """Merge tokens, prune widths in the merged model, and refit it to the dense one's stream."""
+    if batches is None or stats is not None or isinstance(batches, Iterator):
+        raise DataError("tokens are merged before calibration: give batches as a list or a loader, and no statistics")
+    blocks, reason = why_not(dense.model, dense.sites, recipe, batches, forward)
+    held = HeldBatches(HoldOut.of(batches), MERGING_SAMPLES)
+    _collect(held, batches)
+    some = held.batches or [next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))]
+    merging, record = choose_merging(dense.model, dense.sites, recipe, some, forward)
+    merged = merged_copy(dense.model, replace(merging, read=None))  # the last block whole: widths see all tokens
+    asked = width_recipe(recipe, record["cost"])
+    options: dict[str, Any] = {"forward": forward, "settings": settings, "origin": origin, "observer": observer}
+    pruned = None if asked is None else prune(merged, batches, asked, **options)
+    plan = Plan(recipe, (), dense.weights, count_samples(batches) or 0) if pruned is None else pruned.plan
+    smaller, why = merged if pruned is None else pruned.model, {**plan.why, "tokens": record}
+    if blocks:
+        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, plan.samples, forward)
+        with observer.stage("refitting", len(blocks), "blocks") as advance:
+            layers = repair_merged(dense.model, smaller, blocks, passages, recipe, advance)
+        why["refit"] = {"samples": sum(p.samples for p in passages), "read": {}, "layers": layers}
+    merge_tokens(smaller, merging)
+    made = replace(plan, recipe=recipe, why=why, merging=merging)
+    made = made.noting(f"the model was not refitted: {reason}") if reason else made
+    set_history(smaller, (*history(dense.model), made))
+    first = describe(move(some[0], *placement(dense.model))) if forward is None else None
+    return Result(smaller, made, Report(made, **_before_after(dense.model, smaller, first)), dict(origin or {}))
 
 
 def _calibrate(
@@ -364,14 +381,3 @@ def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str
         with evaluating(dense), evaluating(smaller):
             costs["macs"] = tuple(count_macs(model, batch) for model in pair)
     return costs
-
-
-def _site_report(site: SitePlan) -> dict[str, Any]:
-    names = ("name", "kind", "heads", "width", "requested", "achieved", "rho2", "relative_error")
-    content = {name: getattr(site, name) for name in (*names, "relative_uncompensated")}
-    return {**content, "kept": site.keep, "groups": [asdict(cost) for cost in site.costs]}
-
-
-def _total(what: str, pair: tuple[int, int], unit: float, letter: str) -> tuple[str, ...]:
-    before, after = pair
-    return what, f"{before / unit:.3f} {letter}", f"{after / unit:.3f} {letter}", f"{after / max(1, before):.3f}"

@@ -97,6 +97,12 @@ class Recipe(Tabular):
         "How a target is met: gain gives every layer its own width, by marginal gain; uniform removes equal shares.",
         ALLOCATIONS,
     )
+    tokens: str | tuple[int, ...] | None = _option(
+        None,
+        REMOVE,
+        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under --target-macs. "
+        "A merged model gives fewer patch tokens to whoever reads them.",
+    )
     equal_heads: bool = _option(
         False, REMOVE, "Give values the width of queries and keys: fused attention kernels and smaller caches."
     )
@@ -181,6 +187,7 @@ class Recipe(Tabular):
             raise RecipeError("compensate='mean' corrects the bias, so it cannot go with intercept=False")
         put(self, "ridge", _non_negative("ridge", self.ridge))
         self._check_sequential()
+        self._check_tokens()
         _check_rounding(self.round_to)
         put(self, "skip", _globs(self.skip))
         put(self, "overrides", _overrides(self.overrides, ranges=self.has_target))
@@ -219,6 +226,18 @@ class Recipe(Tabular):
             raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
         if not self.refits:
             raise RecipeError("sequential_samples is used by the refit only: it cannot go with sequential=False")
+
+    def _check_tokens(self) -> None:
+        if self.tokens is None:
+            return
+        if self.tokens == AUTO:
+            if self.target_macs is None:
+                raise RecipeError("tokens='auto' chooses tokens within target_macs; give it, or a list of numbers")
+            return
+        given = self.tokens
+        if not isinstance(given, list | tuple) or any(isinstance(r, bool) or not isinstance(r, int) for r in given):
+            raise RecipeError(f"tokens={given!r} is not 'auto' or a list with the tokens to merge in every block")
+        object.__setattr__(self, "tokens", tuple(given))
 
     @property
     def refits(self) -> bool:
@@ -278,7 +297,8 @@ class Recipe(Tabular):
         return f"recipe: {preset_of(self)} settings", ("field", "value"), rows
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "skip": list(self.skip)}
+        tokens = list(self.tokens) if isinstance(self.tokens, tuple) else self.tokens
+        return {**asdict(self), "skip": list(self.skip), "tokens": tokens}
 
     @classmethod
     def from_dict(cls, raw: object) -> Recipe:

@@ -15,7 +15,7 @@ from corp.allocation.tokens import choose_schedule, choose_split, curve_shape, f
 from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
-from corp.surgery.merging import Merging
+from corp.planning.merging import Merging
 from tests.helpers import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")

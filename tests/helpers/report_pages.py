@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from corp.api import Report
 from corp.planning.plan import GroupCost, Plan, SitePlan
+from corp.planning.report import Report
 from corp.recipe import Recipe
 from corp.report.html import Run
 

@@ -13,9 +13,9 @@ import corp
 from corp import Recipe, find_sites
 from corp.allocation.tokens import merged_copy
 from corp.errors import ModelError
+from corp.planning.merging import Merging
 from corp.refit.merged import find_merging, repair_merged, require_readable
 from corp.refit.repair import record_batches, require_sequential
-from corp.surgery.merging import Merging
 from tests.helpers import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")

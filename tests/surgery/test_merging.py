@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from corp import Recipe, find_sites
 from corp.errors import ModelError, PlanError
 from corp.measure.cost import count_macs
+from corp.planning.merging import Merging
 from corp.storage.export.formats import write_format
 from corp.surgery.merged import block_macs, merge_tokens
-from corp.surgery.merging import Merging, match, merge, regroup, rows
+from corp.surgery.merging import match, merge, regroup, rows
 from tests.helpers import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")

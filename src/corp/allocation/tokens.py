@@ -19,8 +19,8 @@ from corp.calibration.batches import Forward, evaluating, inputs_of, size_of
 from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
+from corp.planning.merging import Merging
 from corp.surgery.merged import block_macs, merge_tokens
-from corp.surgery.merging import Merging
 
 SAMPLES = 64  # held-out samples that schedules are compared on
 PROBE = 0.1  # of the tokens are merged in one block alone, to see how much the output minds there

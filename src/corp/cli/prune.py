@@ -18,7 +18,8 @@ from corp.recipe import Recipe
 if TYPE_CHECKING:
     from torch import nn
 
-    from corp.api import Report, Result
+    from corp.api import Result
+    from corp.planning.report import Report
 
 
 @command
@@ -123,8 +124,8 @@ def before_and_after(
 
 
 def show_report(report: Report) -> None:
-    from corp.api import TOTALS
     from corp.planning.plan import COLUMNS
+    from corp.planning.report import TOTALS
     from corp.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from corp.errors import RecipeError
-from corp.recipe import HOW, PRESETS, REMOVE, Recipe
+from corp.recipe import BUDGET, HOW, PRESETS, REMOVE, Recipe
 
 YES_NO = {"auto": "auto", "yes": True, "no": False}
 _RENAMED = {"overrides": "override"}  # an option that is repeated is spelled in the singular
@@ -23,6 +23,13 @@ def recipe_parameters() -> dict[str, inspect.Parameter]:
             float | None, "Share to remove of MLP channels and of query and key dimensions alike.", REMOVE
         ),
         **{_RENAMED.get(f.name, f.name): _annotation(f) for f in fields(Recipe)},
+        "merge_tokens": _option(
+            bool | None,
+            "Merge tokens of a vision transformer too, under --target-macs: --tokens auto.",
+            BUDGET,
+            (),
+            "--merge-tokens",
+        ),
         "preset": _option(
             str,
             "Settings to start from: best, the paper's, or a baseline's. Options given beside it win.",
@@ -37,11 +44,15 @@ def recipe_parameters() -> dict[str, inspect.Parameter]:
     }
 
 
-def make_recipe(*, sparsity: float | None, preset: str, override: list[str] | None, **given: Any) -> Recipe:
+def make_recipe(
+    *, sparsity: float | None, preset: str, override: list[str] | None, merge_tokens: bool | None = None, **given: Any
+) -> Recipe:
     """The recipe of a preset with what was given on the command line."""
     if sparsity is not None and (given["mlp"] is not None or given["attn"] is not None):
         raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
     settings = {name: value for name, value in given.items() if value is not None and value != []}
+    if merge_tokens:
+        settings["tokens"] = "auto"
     if sparsity is not None:
         settings |= {"mlp": sparsity, "attn": sparsity}
     for name, parse in _PARSED.items():
@@ -50,7 +61,8 @@ def make_recipe(*, sparsity: float | None, preset: str, override: list[str] | No
     if override:
         settings["overrides"] = dict(_override(text) for text in override)
     recipe = Recipe.preset(preset, **settings)
-    if not recipe.has_target and not any((recipe.mlp, recipe.attn, recipe.vo, recipe.overrides)):
+    parts = recipe.mlp, recipe.attn, recipe.vo, recipe.output, recipe.tokens, recipe.overrides
+    if not recipe.has_target and not any(parts):
         raise RecipeError("nothing to prune: give --sparsity 0.5, some of --mlp, --attn and --vo, or --target-macs 0.6")
     return recipe
 
@@ -81,6 +93,11 @@ def _rounding(text: str) -> Any:
     if "=" in text:
         return _pairs(text, int, "--round-to")
     return int(text) if text.isdigit() else text
+
+
+def _schedule(text: str) -> Any:
+    """What --tokens gives: auto, or a number per block with commas."""
+    return text if text == "auto" else tuple(parse_number(part, int, "--tokens") for part in text.split(","))
 
 
 def _override(text: str) -> tuple[str, dict[str, Any]]:
@@ -118,4 +135,8 @@ def parse_number(text: str, kind: Callable[[str], Any], option: str) -> Any:
         raise RecipeError(f"{option}: {text!r} is not a number") from None
 
 
-_PARSED: Mapping[str, Callable[[Any], Any]] = {"intercept": YES_NO.__getitem__, "round_to": _rounding}
+_PARSED: Mapping[str, Callable[[Any], Any]] = {
+    "intercept": YES_NO.__getitem__,
+    "round_to": _rounding,
+    "tokens": _schedule,
+}

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from corp.api import Report
 from corp.cli import options as o
 from corp.cli.console import command, note, show_json
 from corp.errors import StorageError
 from corp.evaluate.sweep import RESULT
 from corp.files import file_in, read_json, write_text
 from corp.planning.plan import Plan
+from corp.planning.report import Report
 from corp.report.html import Cell, Chart, Run, Study, page
 from corp.report.svg import Series
 from corp.report.sweeps import METRICS, decimals, lines, number, percents

@@ -16,6 +16,7 @@ from torch import Tensor
 from corp.errors import PlanError
 from corp.files import read_json, write_text
 from corp.numerics.affine import Folded
+from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
 from corp.tables import Tabular
@@ -158,6 +159,7 @@ class Plan(Tabular):
     samples: int = 0
     why: Mapping[str, Any] = field(default_factory=dict)
     output: OutputPlan | None = None
+    merging: Merging | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -177,6 +179,7 @@ class Plan(Tabular):
             "why": dict(self.why),
             "sites": [site.to_dict() for site in self.sites],
             "output": None if self.output is None else self.output.to_dict(),
+            "merging": None if self.merging is None else self.merging.to_dict(),
         }
 
     def save(self, path: str | Path) -> None:
@@ -203,7 +206,8 @@ class Plan(Tabular):
             raise PlanError("the plan's 'weights' must be a string and 'samples' a whole number")
         why = _object(top.get("why", {}), "the plan's 'why'")
         output = None if top.get("output") is None else _output(top["output"])
-        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why, output)
+        merging = None if top.get("merging") is None else Merging.from_dict(top["merging"])
+        return cls(Recipe.from_dict(top.get("recipe")), parsed, weights, samples, why, output, merging)
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
         """One row per site that changes."""

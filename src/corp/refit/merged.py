@@ -21,6 +21,7 @@ from corp.calibration.moments import shift_of
 from corp.errors import ModelError
 from corp.numerics.affine import Folded
 from corp.numerics.refit import gap_left, gap_of
+from corp.planning.merging import Merging
 from corp.recipe import Recipe
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import _tensors as tensors_in
@@ -31,7 +32,7 @@ from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
 from corp.sites import LinearSite, Sites, ValueSite, at_site, in_float64, projection_at
 from corp.surgery.linear import refill
 from corp.surgery.merged import merge_tokens
-from corp.surgery.merging import Merging, rows
+from corp.surgery.merging import rows
 
 SHAKE = 1.0  # noise that is added to an image to see which tokens depend on it
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from corp.api import TOTALS, Report
 from corp.planning.plan import COLUMNS
+from corp.planning.report import TOTALS, Report
 from corp.tables import markdown_table
 
 

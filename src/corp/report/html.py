@@ -17,8 +17,8 @@ from xml.etree.ElementTree import Element, tostring
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from corp.api import TOTALS, Report
 from corp.planning.plan import SitePlan
+from corp.planning.report import TOTALS, Report
 from corp.recipe import KINDS
 from corp.report import svg
 from corp.report.remake import remake

@@ -32,6 +32,7 @@ from corp.sites import (
 )
 from corp.surgery.attention import Parts, narrow_queries, narrow_values, replace_attention
 from corp.surgery.linear import shrink_down, shrink_mlp
+from corp.surgery.merged import merge_tokens
 from corp.surgery.output import replace_output
 
 Planned: TypeAlias = tuple[Site, SitePlan]
@@ -88,6 +89,8 @@ def shrink(model: nn.Module, sites: Sites, plan: Plan) -> None:
         apply_group(model, group, [None] * len(group))
     if plan.output is not None:
         replace_output(model, match_output(sites, plan.output), plan.output.keep, None)
+    if plan.merging is not None:
+        merge_tokens(model, plan.merging)
 
 
 def apply_group(model: nn.Module, group: Sequence[Planned], folds: Sequence[Fold | None]) -> None:

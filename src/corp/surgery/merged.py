@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating
 from corp.errors import ModelError, PlanError
+from corp.planning.merging import Merging
 from corp.surgery.attention import attend, split_heads
-from corp.surgery.merging import Merging, match, merge, regroup, rows
+from corp.surgery.merging import match, merge, regroup, rows
 
 PROOF = 0.1  # of the root of the dtype's precision: how far a block run by its parts may be from the block itself
 

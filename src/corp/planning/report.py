@@ -1,0 +1,51 @@
+"""What pruning did, as numbers: parameters and operations before and after, and every site's predicted cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from corp.planning.plan import Plan, SitePlan
+from corp.tables import text_table
+
+TOTALS = ("", "before", "after", "ratio")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What pruning did: print it, or take `to_dict()`. `macs` is None if the input's shape is unknown."""
+
+    plan: Plan
+    params: tuple[int, int]
+    macs: tuple[int, int] | None = None
+
+    def totals(self) -> list[tuple[str, ...]]:
+        """Parameters and, if known, operations per sample, under TOTALS."""
+        rows = [_total("parameters", self.params, 1e6, "M")]
+        if self.macs is not None:
+            rows.append(_total("MACs per sample", self.macs, 1e9, "G"))
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "params": {"before": self.params[0], "after": self.params[1]},
+            "macs": None if self.macs is None else {"before": self.macs[0], "after": self.macs[1]},
+            "samples": self.plan.samples,
+            "recipe": self.plan.recipe.to_dict(),
+            "why": dict(self.plan.why),
+            "sites": [_site_report(site) for site in self.plan.sites],
+        }
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n\n{text_table(TOTALS, self.totals())}"
+
+
+def _site_report(site: SitePlan) -> dict[str, Any]:
+    names = ("name", "kind", "heads", "width", "requested", "achieved", "rho2", "relative_error")
+    content = {name: getattr(site, name) for name in (*names, "relative_uncompensated")}
+    return {**content, "kept": site.keep, "groups": [asdict(cost) for cost in site.costs]}
+
+
+def _total(what: str, pair: tuple[int, int], unit: float, letter: str) -> tuple[str, ...]:
+    before, after = pair
+    return what, f"{before / unit:.3f} {letter}", f"{after / unit:.3f} {letter}", f"{after / max(1, before):.3f}"
