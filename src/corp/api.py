@@ -13,6 +13,7 @@ from torch import nn
 
 from corp.adapters.registry import find_sites
 from corp.allocation.allocator import Allocation, Allocator
+from corp.allocation.budget import one_sample
 from corp.allocation.search import samples_needed, search
 from corp.allocation.tokens import merged_copy
 from corp.calibration import workers
@@ -35,6 +36,7 @@ from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
+from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
@@ -53,6 +55,7 @@ from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
 
 MERGING_SAMPLES = 64  # held-out samples on which schedules of merged tokens are compared
+ROUNDS = 4  # times that widths of a merged model are made smaller if they are over the budget
 
 
 @dataclass(frozen=True, repr=False)
@@ -236,9 +239,7 @@ def _prune_merged(
     some = held.batches or [next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))]
     merging, record = choose_merging(dense.model, dense.sites, recipe, some, forward)
     merged = merged_copy(dense.model, replace(merging, read=None))  # the last block whole: widths see all tokens
-    asked = width_recipe(recipe, record["cost"])
-    options: dict[str, Any] = {"forward": forward, "settings": settings, "origin": origin, "observer": observer}
-    pruned = None if asked is None else prune(merged, batches, asked, **options)
+    pruned = _prune_widths(merged, batches, recipe, merging, record["cost"], forward, settings, origin, observer)
     plan = Plan(recipe, (), dense.weights, count_samples(batches) or 0) if pruned is None else pruned.plan
     smaller, why = merged if pruned is None else pruned.model, {**plan.why, "tokens": record}
     if blocks:
@@ -252,6 +253,39 @@ def _prune_merged(
     set_history(smaller, (*history(dense.model), made))
     first = describe(move(some[0], *placement(dense.model))) if forward is None else None
     return Result(smaller, made, Report(made, **_before_after(dense.model, smaller, first)), dict(origin or {}))
+
+
+def _prune_widths(
+    merged: nn.Module,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    merging: Merging,
+    cost: float,
+    forward: Forward | None,
+    settings: Settings | None,
+    origin: dict[str, Any] | None,
+    observer: Observer,
+) -> Result | None:
+    """Prune the widths of the merged model to what the budget leaves them; None if tokens have paid it all.
+
+    The last block, which in the end computes only what is read, weighs less then than while widths are chosen, so the
+    result is counted, and made smaller if it is over the budget.
+    """
+    asked = width_recipe(recipe, cost)
+    if asked is None:
+        return None
+    stats = _calibrate(_Dense.of(merged), batches, forward, observer, settings, origin)
+    sample = None if stats.inputs is None else one_sample(merged, stats.inputs, "target_macs")
+    for _ in range(ROUNDS):
+        result = prune(merged, batches, asked, stats=stats, forward=forward, observer=observer)
+        if recipe.target_macs is None or asked.target_macs is None or sample is None:
+            break
+        before, after = (count_macs(merged_copy(model, merging), sample) for model in (merged, result.model))
+        over = after / before * cost / recipe.target_macs
+        if over <= 1:
+            break
+        asked = replace(asked, target_macs=asked.target_macs / over**1.1)
+    return result
 
 
 def _calibrate(

@@ -80,6 +80,9 @@ Pack = Annotated[
         show_default="pack for causal models",
     ),
 ]
+Chat = Annotated[
+    bool, option("Records are conversations: apply the tokenizer's chat template to them.", DATA, "--chat")
+]
 Tokenizer = Annotated[
     str | None, option("Folder of the tokenizer, if it is not with the model.", DATA, show_default=False)
 ]
@@ -124,6 +127,7 @@ class TextOptions:
     seq_len: SeqLen = None
     pack: Pack = None
     tokenizer: Tokenizer = None
+    chat: Chat = False
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches
         samples=wanted,
         seed=source.seed,
         field=source.text.field,
+        chat=source.text.chat,
         batch_size=source.batch_size or (sequences_per_batch(tokenizer, length) if pack else None),
     )
     if batches.samples < wanted and (pack or source.samples):

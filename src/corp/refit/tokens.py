@@ -10,6 +10,7 @@ from torch import nn
 
 from corp.allocation.tokens import choose_schedule, mac_share
 from corp.calibration.batches import Forward
+from corp.errors import PlanError
 from corp.planning.merging import Merging
 from corp.recipe import AUTO, Recipe
 from corp.refit.merged import find_merging
@@ -37,6 +38,10 @@ def choose_merging(
     free = find_merging(model, sites, held[0], forward)
     if recipe.tokens != AUTO:
         assert isinstance(recipe.tokens, tuple)
+        if len(recipe.tokens) != len(free.schedule):
+            raise PlanError(
+                f"tokens: the schedule has {len(recipe.tokens)} entries, the model {len(free.schedule)} blocks"
+            )
         given = replace(free, schedule=recipe.tokens)
         return given, {"schedule": list(recipe.tokens), "cost": mac_share(model, held[0], given, forward)(given)}
     assert recipe.target_macs is not None  # the recipe requires it
