@@ -28,32 +28,26 @@ from torch import Tensor, nn
 
 import corp
 from benchmarks import deit_tiny, language
-from corp.allocation.search import SHARE_SAMPLES, prune_calibrated, searches
-from corp.calibration.holdout import HoldOut
 from corp.data import digits
 from corp.data.images import ImageBatches, list_images
 from corp.errors import CorpWarning
 from corp.files import write_text
 from corp.measure.closeness import Reference
 from corp.recipe import Recipe
-from corp.refit.repair import settled
 from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SPARSITIES = (0.3, 0.5, 0.7)
-PAPER: dict[str, Any] = {"preset": "paper"}
-EXACT = {**PAPER, "rank": "exact"}
-SUBSPACE = {**EXACT, "attn_basis": "subspace"}
-RIDGE = {**SUBSPACE, "ridge": "auto"}
-LADDER: dict[str, dict[str, Any]] = {
-    "paper": PAPER,
-    "+ exact removal cost": EXACT,
-    "+ best subspace of Q/K": SUBSPACE,
-    "+ ridge chosen by held-out data": RIDGE,
-    "+ shared out, values too": {"preset": "best", "sequential": False},
-    "+ sequential where it can be (best)": {"preset": "best"},
+LADDER: dict[str, Callable[[float], Recipe]] = {
+    "paper": lambda target: Recipe.paper(target_macs=target),
+    "+ exact removal cost": lambda target: Recipe.paper(target_macs=target, rank="exact"),
+    "+ best subspace of Q/K": lambda target: Recipe.paper(target_macs=target, rank="exact", attn_basis="subspace"),
+    "+ allocation, values too": lambda target: Recipe(target_macs=target, sequential=False, output=0.0),
+    "+ output head": lambda target: Recipe(target_macs=target, sequential=False),
+    "+ refit (default)": lambda target: Recipe(target_macs=target),
+    "+ merged tokens": lambda target: Recipe(target_macs=target, tokens="auto"),
 }
-ENDS = [next(iter(LADDER)), list(LADDER)[-1]]
+ENDS = ["paper", "+ refit (default)", "+ merged tokens"]
 TOGETHER = 10  # samples per batch that is judged: the pairs that intervals are of
 
 
@@ -65,13 +59,14 @@ class Subject:
     calibration: Any
     judged: Sequence[Any]
     headline: Callable[[nn.Module], dict[str, float]]
+    images: bool = False
 
 
 def demo(_assets: Path, samples: int) -> Subject:
     split = digits.load_split()
     images, labels = split.test_images[:samples], split.test_labels[:samples]
     calibration = list(split.calibration_images.split(50))
-    return Subject(digits.load_model(), calibration, images.split(TOGETHER), _top1(images, labels))
+    return Subject(digits.load_model(), calibration, images.split(TOGETHER), _top1(images, labels), images=True)
 
 
 def deit(assets: Path, samples: int) -> Subject:
@@ -79,7 +74,7 @@ def deit(assets: Path, samples: int) -> Subject:
     every = max(1, round(len(setup.labels) / samples))  # one image per class, in order: take them from all over
     images, labels = torch.cat(setup.images)[::every], setup.labels[::every]
     calibration = ImageBatches(list_images([assets / "vision" / "calibration"]), setup.transform)
-    return Subject(setup.model, calibration, images.split(TOGETHER), _top1(images, labels))
+    return Subject(setup.model, calibration, images.split(TOGETHER), _top1(images, labels), images=True)
 
 
 def _top1(images: Tensor, labels: Tensor) -> Callable[[nn.Module], dict[str, float]]:
@@ -117,35 +112,31 @@ def cost_of_paper(model: nn.Module, stats: corp.Statistics, sparsity: float) -> 
 
 
 class Pruner:
-    """Prunes one model; steps of a kind share one calibration, whose time counts for each."""
+    """Prunes one model; all steps but merged tokens share one calibration, whose time counts for each."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.split = HoldOut(subject.calibration, SHARE_SAMPLES)
-        self.stats, self.seconds = self._calibrated(subject.calibration)
-        self.split_stats, self.split_seconds = self._calibrated(self.split)
+        self.subject, start = subject, time.perf_counter()
+        self.stats = corp.calibrate(subject.model, subject.calibration)
+        self.seconds = time.perf_counter() - start
+        self.has_output = corp.find_sites(subject.model).output is not None
 
-    def _calibrated(self, batches: Any) -> tuple[corp.Statistics, float]:
-        start = time.perf_counter()
-        return corp.calibrate(self.subject.model, batches), time.perf_counter() - start
+    def steps(self, wanted: Sequence[str]) -> list[str]:
+        """The steps that this model can take: output heads are of language models, merged tokens of images."""
+        idle = "+ merged tokens" if self.has_output or not self.subject.images else "+ output head"
+        idle_too = () if self.has_output or self.subject.images else ("+ output head",)
+        return [step for step in wanted if step not in (idle, *idle_too)]
 
     def prune(self, recipe: Recipe) -> tuple[corp.Result, float]:
-        """By the same steps as corp.prune."""
         model, start = self.subject.model, time.perf_counter()
-        if searches(recipe):
-            self.split_stats.fits.clear()
-            recipe = settled(model, corp.find_sites(model), recipe, self.split)
-            result = prune_calibrated(model, self.split, self.split_stats, recipe)
-            return result, time.perf_counter() - start + self.split_seconds
-        self.stats.fits.clear()
-        result = corp.apply(model, self.stats, corp.plan(model, self.stats, recipe))
-        return result, time.perf_counter() - start + self.seconds
+        known = None if recipe.tokens else self.stats
+        result = corp.prune(model, self.subject.calibration, recipe, stats=known)
+        return result, time.perf_counter() - start + (self.seconds if known else 0.0)
 
 
-def row(pruner: Pruner, references: Sequence[Reference], options: dict[str, Any], target: float) -> dict[str, Any]:
+def row(pruner: Pruner, references: Sequence[Reference], recipe: Recipe) -> dict[str, Any]:
     """One step of the ladder: what it costs, how far its output is from the dense one, batch by batch, and how long."""
     subject = pruner.subject
-    result, seconds = pruner.prune(Recipe.paper(target_macs=target, **options))
+    result, seconds = pruner.prune(recipe)
     dense, pruned = result.report.macs
     return {
         "macs": pruned / dense,
@@ -207,10 +198,10 @@ def main() -> None:
             target = cost_of_paper(subject.model, pruner.stats, sparsity)
             budgets[f"{sparsity:.0%}"] = target, list(LADDER)
         for budget, (target, wanted) in budgets.items():
-            for step in wanted:
+            for step in pruner.steps(wanted):
                 steps = rows.setdefault(budget, {})
                 if step not in steps:
-                    steps[step] = row(pruner, references, LADDER[step], target)
+                    steps[step] = row(pruner, references, LADDER[step](target))
                     write_text(path, json.dumps(found, indent=1) + "\n")
                     write_text(RESULTS / "beyond.md", page(found))
                     shown = {key: value for key, value in steps[step].items() if key != "divergence"}
