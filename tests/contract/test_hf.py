@@ -446,7 +446,7 @@ def test_the_encoders_fast_path_is_not_taken_with_narrowed_attention() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_narrow_multihead_takes_and_returns_what_the_dense_one_does(batch_first: bool) -> None:
     """Nothing is dropped, so all outputs must agree, whatever the masks."""
-    from corp.surgery.linear import rows_of
+    from corp.sites import rows_of
     from corp.surgery.multihead import NarrowMultihead
 
     dense = nn.MultiheadAttention(24, 4, batch_first=batch_first).double().eval()

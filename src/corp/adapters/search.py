@@ -50,10 +50,29 @@ def search(
             refused.append(one)
         else:
             fixed.append(noted(model, one))
+    shared = _sharing(model, [*fixed, *first_ways(claims)])
+    refused += [Refusal(name, kind, f"it shares a layer with {other}") for (name, kind), other in shared.items()]
+    claims = [claim for claim in claims if not {(s.name, s.kind) for s in first_ways([claim])} & set(shared)]
+    fixed = [site for site in fixed if (site.name, site.kind) not in shared]
     found = _tried(model, claims, fixed, batch, forward)
     found.refused = _only_once([*refused, *found.refused], found.sites)
     found.sites = _ordered(model, joined(found.sites))
     return found
+
+
+def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
+    """Sites of different modules that use one and the same layer: what one of them prunes, the other would lose."""
+    users: dict[int, list[Site]] = {}
+    for site in sites:
+        for name in layers_of(site):
+            users.setdefault(id(model.get_submodule(name)), []).append(site)
+    return {
+        (site.name, site.kind): other.name
+        for several in users.values()
+        for site in several
+        for other in several
+        if module_of(other) != module_of(site)
+    }
 
 
 def _multiheads(

@@ -33,8 +33,8 @@ def inspect(model: o.ModelArg, weights: o.Weights = None, json: o.Json = False) 
     note(f"of the parameters {shares}; {len(sites.proven)} of {len(sites)} sites were tried out on the model")
     rest = {layer.reason: layer.name for layer in sites.layers if layer.state == "refused"}
     known = {refusal.reason for refusal in sites.refused}
-    if rows := [(name, reason) for reason, name in rest.items() if reason not in known]:
-        show_table("not recognised", ("such as", "reason"), rows)
+    if others := [(name, reason) for reason, name in rest.items() if reason not in known]:
+        show_table("not recognised", ("such as", "reason"), others)
     note(f"{count_params(loaded) / 1e6:.3f} M parameters, {len(sites)} sites ({sites.adapter})")
 
 
