@@ -2,8 +2,8 @@
 
 python examples/any_model.py
 
-The model is T5, small and random so that this runs anywhere. Two kinds of input show how data reach any model: a dict
-as a processor or tokenizer makes it, and `forward=` for everything else.
+The model is T5, small and random so that this runs anywhere. Two kinds of input show how data reach a model: a dict as
+a processor or tokenizer makes it, and `forward=` for everything else.
 """
 
 from __future__ import annotations

@@ -119,6 +119,13 @@ def examined(make: Callable[[], nn.Module]) -> Sites | str:
         return f"no site: {str(error)[:120]}"
 
 
+def unrecognised(found: Sites, kind: str) -> bool:
+    """Whether layers that are called after an MLP or an attention were recognised as neither."""
+    words = ("mlp", "ffn", "feed_forward", "expert") if kind == "mlp" else ("attn", "attention")
+    lost = [layer.name.lower() for layer in found.layers if layer.reason.endswith("that was recognised")]
+    return any(word in name for name in lost for word in words)
+
+
 def row(family: str, found: Sites | str) -> tuple[str, ...]:
     if isinstance(found, str):
         return family, "", "", "", "", "", found
@@ -140,9 +147,10 @@ def page(rows: dict[str, list[tuple[str, ...]]], taken: dict[str, tuple[int, int
         "# What corp takes",
         "",
         "This page is made by `python scripts/coverage.py`: every family that the installed libraries build from a",
-        f"small config ({versions}), random weights, no table of classes. A ✓ is a kind of site that was found; “tried",
-        "out” counts the sites whose symmetry was tested on the model itself before anything else (see",
-        "[models.md](models.md)). What is refused is refused by name, with the reason.",
+        f"small config ({versions}), with random weights.",
+        "A ✓ is a kind of site that was found, with the number of them; “tried out” counts the sites whose symmetry",
+        "was tested on the model itself (see [models.md](models.md)): the others were reached by no input that could",
+        "be made from the config, and are claims until a batch is given. What is refused is refused by name.",
         "",
     ]
     lines += [
@@ -170,7 +178,7 @@ def main() -> None:
             for name, kind in zip(taken, KINDS, strict=True):
                 got = any(site.kind == kind for site in found)
                 taken[name][0] += got
-                taken[name][1] += got or any(r.kind == kind for r in found.refused)
+                taken[name][1] += got or any(r.kind == kind for r in found.refused) or unrecognised(found, kind)
     if not wanted:
         PAGE.write_text(page(rows, {name: (got, of) for name, (got, of) in taken.items()}), encoding="utf-8")
 

@@ -84,8 +84,10 @@ def test_inspect_names_what_cannot_be_pruned() -> None:
     result = run("inspect", "eva02_tiny_patch14_224", "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
-    assert {entry["kind"] for entry in content["refused"]} == {"attn"}
-    assert "not understood" in run("inspect", "eva02_tiny_patch14_224").output
+    assert {entry["kind"] for entry in content["refused"]} == {"attn", "vo"}
+    assert all("used without being called" in entry["reason"] for entry in content["refused"])
+    assert sum(content["coverage"].values()) == pytest.approx(1)
+    assert "of the parameters" in run("inspect", "eva02_tiny_patch14_224").output
 
 
 def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -210,3 +210,24 @@ def test_every_layer_is_accounted_for() -> None:
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["pruned"] > 0.5
     assert all(layer.reason for layer in sites.layers if layer.state != "pruned")
+
+
+class Normalised(Block):
+    """Queries and keys are normalised by a function: no module tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).split((24, 12, 12), -1)
+        q, k, v = (part.unflatten(-1, (-1, 6)).transpose(1, 2) for part in (q, k, v))
+        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+        k, v = (part.repeat_interleave(2, 1) for part in (k, v))
+        out: Tensor = x + self.proj(
+            nn.functional.scaled_dot_product_attention(q, k, v, scale=4.0).transpose(1, 2).flatten(2)
+        )
+        return out
+
+
+def test_a_norm_of_queries_that_is_no_module_is_found_out() -> None:
+    model = nn.Sequential(Normalised()).double().eval()
+    sites = corp.find_sites(model, torch.randn(2, 9, 24, dtype=torch.float64))
+    assert [r.name for r in sites.refused if r.kind == "attn"] == ["0"]
+    assert [site.name for site in sites.values] == ["0.proj"]

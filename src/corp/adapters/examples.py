@@ -29,8 +29,11 @@ def candidates(module: Any) -> list[Any]:
     size, proj = getattr(patches, "img_size", None), getattr(patches, "proj", None)
     if isinstance(size, tuple) and isinstance(proj, nn.Conv2d):
         return [torch.randn(1, proj.in_channels, *size, generator=_draw())]
-    if isinstance(getattr(module, "image_size", None), int) and hasattr(module, "conv_proj"):
-        return [torch.randn(1, 3, module.image_size, module.image_size, generator=_draw())]
+    if type(module).__module__.startswith("torchvision.models.") and any(
+        hasattr(module, head) for head in ("head", "heads", "classifier")
+    ):
+        side = getattr(module, "image_size", 224)
+        return [torch.randn(1, 3, side, side, generator=_draw())]
     if hasattr(module, "main_input_name") and hasattr(module, "config"):
         return _varied(module, inputs(module))
     return []

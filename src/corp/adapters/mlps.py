@@ -123,8 +123,16 @@ def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSit
     for layer in (*ups, down):
         if problem := not_linear(model.get_submodule(layer)):
             return Refusal(name, "mlp", f"{layer.rpartition('.')[2]} {problem}")
+    if _chunked(model, down):
+        return Refusal(name, "mlp", "it runs over pieces of the sequence; set config.chunk_size_feed_forward = 0")
     width = in_features(model.get_submodule(down))
     rows = tuple(
         Rows(up, start, start + width) for up in ups for start in range(0, out_features(model.get_submodule(up)), width)
     )
     return MLPSite(name, rows, down)
+
+
+def _chunked(model: nn.Module, layer: str) -> bool:
+    parts = layer.split(".")
+    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+    return any(getattr(module, "chunk_size_feed_forward", 0) for module in around)

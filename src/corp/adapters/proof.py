@@ -70,12 +70,12 @@ def made_by(site: Site) -> tuple[Rows, ...]:
 def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
     """Run the model with random numbers for what its layers make, transformed for `sites`.
 
-    With `control`, queries alone are doubled: where nothing changes, a proof about them would prove nothing.
+    With `control`, queries alone are replaced: where nothing changes, a proof about them would prove nothing.
     """
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
     for site in sites:
-        for rows, change in _doubled(site) if control else transformed(site):
+        for rows, change in _other_queries(site) if control else transformed(site):
             changes.setdefault(rows.module, []).append((rows, change))
     handles = []
     for name in places.makers:
@@ -186,8 +186,9 @@ def transformed(site: Site) -> list[tuple[Rows, Change]]:
     ]
 
 
-def _doubled(site: Site) -> list[tuple[Rows, Change]]:
-    return [(site.q, lambda x: 2 * x)] if isinstance(site, AttentionSite) else []
+def _other_queries(site: Site) -> list[tuple[Rows, Change]]:
+    """Not scaled ones: a norm would hide that."""
+    return [(site.q, lambda x: noise(f"{site.name}/control", x))] if isinstance(site, AttentionSite) else []
 
 
 def undone(site: Site, z: Tensor) -> Tensor:

@@ -21,13 +21,9 @@ from corp.sites import (
     Finding,
     Mask,
     MLPSite,
-    Refusal,
     Rows,
-    Site,
     Sites,
     ValueSite,
-    layers_of,
-    module_of,
 )
 
 Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
@@ -146,12 +142,7 @@ def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = No
             "attention or an MLP in a repeated block. Register one with corp.register_adapter(name, find)"
         )
     names = [*known.names, *(["structure"] if not known.names else [])]
-    shared = _sharing(model, found.sites)
-    refused = [*found.refused]
-    refused += [
-        Refusal(s.name, s.kind, f"it shares a layer with {shared[s.name]}") for s in found.sites if s.name in shared
-    ]
-    sites = [s for s in found.sites if s.name not in shared]
+    sites, refused = found.sites, found.refused
     layers = account(model, sites, refused)
     output = find_output(model, sites)
     return Sites(sites, refused, ", ".join(dict.fromkeys(names)), output, layers, frozenset(found.proven))
@@ -191,21 +182,6 @@ def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
     except Exception as error:
         raise ModelError(f"adapter {adapter.name!r} failed on {type(module).__name__}: {error!r}") from error
     return None if findings is None else list(findings)
-
-
-def _sharing(model: nn.Module, sites: list[Site]) -> dict[str, str]:
-    """Sites of different modules that use one and the same layer: what one of them prunes, the other would lose."""
-    users: dict[int, list[Site]] = {}
-    for site in sites:
-        for name in layers_of(site):
-            users.setdefault(id(model.get_submodule(name)), []).append(site)
-    return {
-        site.name: other.name
-        for several in users.values()
-        for site in several
-        for other in several
-        if module_of(other) != module_of(site)
-    }
 
 
 def _prefixed(finding: Finding, prefix: str) -> Finding:

@@ -12,7 +12,7 @@ from corp.adapters.examples import examples
 from corp.adapters.mlps import mlps, packed_experts
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import noted
-from corp.adapters.settle import first_ways, joined, settle
+from corp.adapters.settle import Outcome, first_ways, joined, settle
 from corp.adapters.structure import Claim, attentions, claim_attention
 from corp.calibration.batches import Forward, feed
 from corp.errors import CorpError
@@ -50,10 +50,29 @@ def search(
             refused.append(one)
         else:
             fixed.append(noted(model, one))
+    shared = _sharing(model, [*fixed, *first_ways(claims)])
+    refused += [Refusal(name, kind, f"it shares a layer with {other}") for (name, kind), other in shared.items()]
+    claims = [claim for claim in claims if not {(s.name, s.kind) for s in first_ways([claim])} & set(shared)]
+    fixed = [site for site in fixed if (site.name, site.kind) not in shared]
     found = _tried(model, claims, fixed, batch, forward)
     found.refused = _only_once([*refused, *found.refused], found.sites)
     found.sites = _ordered(model, joined(found.sites))
     return found
+
+
+def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
+    """Sites of different modules that use one and the same layer: what one of them prunes, the other would lose."""
+    users: dict[int, list[Site]] = {}
+    for site in sites:
+        for name in layers_of(site):
+            users.setdefault(id(model.get_submodule(name)), []).append(site)
+    return {
+        (site.name, site.kind): other.name
+        for several in users.values()
+        for site in several
+        for other in several
+        if module_of(other) != module_of(site)
+    }
 
 
 def _multiheads(
@@ -108,6 +127,14 @@ def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any,
     return found
 
 
+def _without_unmoved(outcome: Outcome, found: Found) -> tuple[list[Claim], list[Site]]:
+    """What an example left open, but attentions that it passed without showing anything: those are refused."""
+    reason = "tried out on the model, other queries change nothing, so nothing can be said about them"
+    found.refused += [Refusal(name, "attn", reason) for name in sorted(outcome.unmoved)]
+    claims = [claim for claim in outcome.open if not {s.name for s in claim.qk} & outcome.unmoved]
+    return claims, [site for site in outcome.open_sites if site.name not in outcome.unmoved]
+
+
 def _likeliest(claim: Claim) -> Claim:
     return Claim(claim.parts, claim.qk[:1], claim.vo[:1])
 
@@ -139,7 +166,7 @@ def _try(
     found.refused += outcome.refused
     found.proven |= outcome.proven
     if not strict:
-        return outcome.open, outcome.open_sites
+        return _without_unmoved(outcome, found)
     left = [*outcome.open_sites, *first_ways(outcome.open)]
     found.refused += [
         Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in left if s.name in outcome.unreached

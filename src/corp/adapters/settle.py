@@ -29,7 +29,7 @@ NO_KERNEL = (
 class Outcome:
     """Sites and refusals; `open` are claims that the run could not decide, `proven` the names of sites that were tried.
 
-    `unreached` are the names of sites that nothing passed.
+    `unreached` are the names of sites that nothing passed, `unmoved` of attentions that other queries do not change.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -38,6 +38,7 @@ class Outcome:
     open_sites: list[Site] = field(default_factory=list)
     proven: set[str] = field(default_factory=set)
     unreached: set[str] = field(default_factory=set)
+    unmoved: set[str] = field(default_factory=set)
 
 
 def settle(model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site]) -> Outcome:
@@ -95,7 +96,7 @@ class _Work:
         return found is not None and found <= self.limit
 
     def _sensitive(self, sites: Sequence[Site]) -> bool:
-        """Whether doubled queries change every one of these attentions: otherwise nothing would show."""
+        """Whether other queries change every one of these attentions: otherwise nothing would show."""
         if not sites:
             return True
         control = self.attempt(sites, control=True)
@@ -160,7 +161,7 @@ class _Work:
             reason = f"{(silent or [self.at(site)])[0]} is used without being called, so nothing can be seen of it"
             outcome.refused.append(Refusal(site.name, site.kind, reason))
             return
-        outcome.unreached |= set() if reached else {site.name}
+        (outcome.unmoved if reached else outcome.unreached).add(site.name)
         if claim is None:
             outcome.open_sites.append(site)
         else:
