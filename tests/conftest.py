@@ -35,6 +35,12 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests have few tokens per channel; those that are about judging the ranking by that set it themselves."""
+    monkeypatch.setattr("corp.allocation.search.TOKENS_PER_CHANNEL", 0)
+
+
 @pytest.fixture(scope="session")
 def assets() -> Path:
     """Real weights and data; tests that use them skip with a reason where they are not."""

@@ -200,6 +200,20 @@ def prune(
     dense = _Dense.of(model, recipe)
     if recipe.tokens is not None:
         return _prune_merged(dense, batches, recipe, stats, forward, settings, origin, watch)
+    return _prune(dense, batches, recipe, stats, forward, settings, origin, watch)
+
+
+def _prune(
+    dense: _Dense,
+    batches: Iterable[Any] | None,
+    recipe: Recipe,
+    stats: Statistics | None,
+    forward: Forward | None,
+    settings: Settings | None,
+    origin: dict[str, Any] | None,
+    watch: Observer,
+) -> Result:
+    model = dense.model
     if model.training:
         watch.note("the model is in train mode: corp runs it in eval mode; call .eval() on the result before use")
     with without_cache(model):
@@ -239,7 +253,8 @@ def _prune_merged(
     some = held.batches or [next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))]
     merging, record = choose_merging(dense.model, dense.sites, recipe, some, forward)
     merged = merged_copy(dense.model, replace(merging, read=None))  # the last block whole: widths see all tokens
-    pruned = _prune_widths(merged, batches, recipe, merging, record["cost"], forward, settings, origin, observer)
+    known = dense._replace(model=merged)  # merging moves no site and changes no weight
+    pruned = _prune_widths(known, batches, recipe, merging, record["cost"], forward, settings, origin, observer)
     plan = Plan(recipe, (), dense.weights, count_samples(batches) or 0) if pruned is None else pruned.plan
     smaller, why = merged if pruned is None else pruned.model, {**plan.why, "tokens": record}
     if blocks:
@@ -256,7 +271,7 @@ def _prune_merged(
 
 
 def _prune_widths(
-    merged: nn.Module,
+    merged: _Dense,
     batches: Iterable[Any],
     recipe: Recipe,
     merging: Merging,
@@ -274,13 +289,13 @@ def _prune_widths(
     asked = width_recipe(recipe, cost)
     if asked is None:
         return None
-    stats = _calibrate(_Dense.of(merged), batches, forward, observer, settings, origin)
-    sample = None if stats.inputs is None else one_sample(merged, stats.inputs, "target_macs")
+    stats = _calibrate(merged, batches, forward, observer, settings, origin)
+    sample = None if stats.inputs is None else one_sample(merged.model, stats.inputs, "target_macs")
     for _ in range(ROUNDS):
-        result = prune(merged, batches, asked, stats=stats, forward=forward, observer=observer)
+        result = _prune(merged, batches, asked, stats, forward, settings, origin, observer)
         if recipe.target_macs is None or asked.target_macs is None or sample is None:
             break
-        before, after = (count_macs(merged_copy(model, merging), sample) for model in (merged, result.model))
+        before, after = (count_macs(merged_copy(model, merging), sample) for model in (merged.model, result.model))
         over = after / before * cost / recipe.target_macs
         if over <= 1:
             break

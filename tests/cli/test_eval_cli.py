@@ -177,7 +177,6 @@ BAD = {
     "no such folder": (["--data", "nowhere"], "nowhere is not a folder"),
     "no such model": (["deit_tny_patch16_224"], "did you mean deit_tiny_patch16_224"),
     "no such labels": (["--labels", "nothing.csv"], "nothing.csv cannot be read"),
-    "odd dtype": (["--dtype", "int3"], "--dtype int3"),
     "damaged": (["--data", "DAMAGED", "--labels", "ONE"], "cannot be decoded"),
     "nothing to measure": (["--labels", "none"], "nothing to measure"),
     "label beyond the classes": (["--labels", "BEYOND"], "label 1000 is not one of the model's 1000 classes"),

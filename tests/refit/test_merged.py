@@ -15,7 +15,7 @@ from corp.allocation.tokens import merged_copy
 from corp.errors import ModelError
 from corp.planning.merging import Merging
 from corp.refit.merged import find_merging, repair_merged, require_readable
-from corp.refit.repair import record_batches, require_sequential
+from corp.refit.repair import find_blocks, record_batches
 from tests.helpers import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -80,7 +80,7 @@ def test_a_model_that_reads_other_blocks_is_refused() -> None:
 @pytest.mark.parametrize("widths", [False, True], ids=["tokens", "tokens and widths"])
 def test_refitting_brings_the_output_nearer_to_the_dense_one(family: str, widths: bool) -> None:
     model, batches = models.build(family), models.batches(family, count=4)
-    recipe = Recipe(preset="best", mlp=0.5, sequential=False)
+    recipe = Recipe(mlp=0.5, sequential=False)
     merged = merged_copy(model, Merging("blocks", (5, 3), 1))
     smaller = corp.prune(merged, batches, recipe).model if widths else merged
     expected = torch.cat([models.run(model, batch) for batch in batches])
@@ -90,7 +90,7 @@ def test_refitting_brings_the_output_nearer_to_the_dense_one(family: str, widths
 
     before, sites = error(), find_sites(model)
     sequential = replace(recipe, sequential=True)
-    blocks = require_sequential(model, sites, sequential, batches)
+    blocks = find_blocks(model, sites, sequential, batches)
     passages = record_batches(model, sites, batches, blocks, sequential, 200)
     corrected = repair_merged(model, smaller, blocks, passages, replace(recipe, skip=("blocks.0.mlp",)))
     assert error() < 0.9 * before

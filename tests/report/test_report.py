@@ -11,12 +11,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import typer.main
 from PIL import Image
 from typer.testing import Result
 
 import corp
-from corp.cli.main import app
+from corp.cli.main import load_command
 from corp.cli.recipes import make_recipe
 from corp.cli.report import demo_study, sweep_study
 from corp.errors import CorpWarning, StorageError
@@ -156,7 +155,7 @@ def test_the_lines_that_make_it_again_give_the_same_recipe() -> None:
     assert _recipe_in(lines) == recipe
 
     words = shlex.split(remake.command_line("out", identity, plan(recipe=recipe)))
-    prune = typer.main.get_command(app).commands["prune"]  # type: ignore[attr-defined]
+    prune = load_command("prune")
     given = prune.make_context("prune", words[2:]).params
     assert (given["model"], given["mlp"], given["samples"], given["out"]) == ("vit_x", 0.4, 64, Path("out"))
     assert (given["intercept"], given["round_to"]) == ("yes", "mlp=4")
@@ -170,7 +169,7 @@ def test_any_preset_is_made_again(preset: str) -> None:
     identity = {"architecture": "vit_x", "tag": None}
     assert _recipe_in(remake.python_lines("out", identity, plan(recipe=recipe))) == recipe
     words = shlex.split(remake.command_line("out", identity, plan(recipe=recipe)))
-    given = typer.main.get_command(app).commands["prune"].make_context("prune", words[2:]).params  # type: ignore[attr-defined]
+    given = load_command("prune").make_context("prune", words[2:]).params
     names = {"sparsity", "preset", "override", *(f.name for f in fields(Recipe))} - {"overrides"}
     assert make_recipe(**{name: given[name] for name in names}) == recipe
 

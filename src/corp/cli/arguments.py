@@ -159,7 +159,7 @@ def require_model(name: str) -> None:
 class Collection:
     """How much of the data the statistics take in, and how much memory they may use."""
 
-    tokens: SampleTokens = "auto"
+    sample_tokens: SampleTokens = "auto"
     memory: Memory = None
 
     def settings(self, **more: Any) -> Settings:
@@ -168,7 +168,8 @@ class Collection:
         from corp.calibration.memory import parse_bytes
         from corp.cli.recipes import parse_number
 
-        tokens = self.tokens if self.tokens in ("auto", "all") else parse_number(self.tokens, int, "--sample-tokens")
+        tokens: Any = self.sample_tokens
+        tokens = tokens if tokens in ("auto", "all") else parse_number(tokens, int, "--sample-tokens")
         return Settings(tokens, None if self.memory is None else parse_bytes(self.memory), **more)
 
 

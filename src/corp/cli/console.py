@@ -39,11 +39,11 @@ _KEPT = {
 _NOTHING = "no output was written; start the command again"
 # Python arguments that are no fields of the recipe, and what the command line calls them.
 _ARGUMENTS = {
-    "tokens": "--sample-tokens", "field": "--text-field", "seq_len": "--seq-len", "batch_size": "--batch-size",
+    "field": "--text-field", "seq_len": "--seq-len", "batch_size": "--batch-size",
     "max_bad": "--max-bad", "checkpoint_seconds": "--checkpoint-every",
     **{name: f"--{name}" for name in (
         "weights", "tokenizer", "samples", "memory", "offload", "device", "dtype", "seed", "overwrite", "profile",
-        "fresh", "to",
+        "fresh", "to", "quant",
     )},
 }  # fmt: skip
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")

@@ -128,7 +128,12 @@ def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None =
 def solve_vanishing(operator: Operator, rhs: Tensor, scale: float) -> Tensor:
     """`solve` in the limit lambda -> 0+, for the optimum J*, to which an error of the solution adds its square only."""
     eps = torch.finfo(rhs.dtype).eps
-    return solve(operator, rhs, max(VANISHING[0], eps) * scale, eps**0.4)
+    for relative in VANISHING[:-1]:  # the smallest at which rounding leaves a system that can be solved
+        try:
+            return solve(operator, rhs, max(relative, eps) * scale, eps**0.4)
+        except SingularSystemError:
+            continue
+    return solve(operator, rhs, VANISHING[-1] * scale, eps**0.4)
 
 
 def _preconditioner(operator: Operator, lam: float) -> Callable[[Tensor], Tensor]:

@@ -21,6 +21,7 @@ from corp.calibration.masks import Masks
 from corp.calibration.multihead import averages
 from corp.errors import PlanError
 from corp.sites import AttentionSite, LinearSite, Mask, Site, ValueSite
+from corp.surgery.padded import taken
 
 CONSTANTS = (Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -183,7 +184,7 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = None
             if wanted:
-                x = averages(module, args, kwargs) if is_multihead(site) else args[0]
+                x = averages(module, args, kwargs) if is_multihead(site) else taken(module, args[0])
             seen[site.name] = Seen(x, stream_of(output))
 
         name = site.attention if isinstance(site, ValueSite) and is_multihead(site) else site.down

@@ -52,6 +52,11 @@ class GatherLinear(nn.Linear):
         return super().forward(input.index_select(-1, self.index))
 
 
+def taken(layer: nn.Module, x: Tensor) -> Tensor:
+    """The features of its input x that a linear layer multiplies."""
+    return x.index_select(-1, layer.index) if isinstance(layer, GatherLinear) else x
+
+
 def _retyped(cls: Any, plain: Any, index: Sequence[int]) -> Any:
     """A layer of class `cls` with the parameters of a plain one."""
     made = cls(plain.weight.shape[1], plain.weight.shape[0], bias=plain.bias is not None, device="meta")
