@@ -14,6 +14,7 @@ import corp
 import corp.calibration.job
 import corp.planning.plan
 from corp import CorpError, Recipe
+from corp.storage.export.possible import targets_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # little data: that fits are weak is said
 
@@ -82,6 +83,19 @@ def test_under_a_budget_of_operations_the_head_pays_its_share() -> None:
     assert result.report.macs[1] <= 0.7 * result.report.macs[0]
     alone = corp.prune(model, data(), Recipe(target_macs=0.7, sequential=False, output=0.0))
     assert alone.plan.output is None
+
+
+def test_programs_that_cannot_hold_it_are_refused_and_onnx_is_not(tmp_path: Path) -> None:
+    result = corp.prune(build(), data(), Recipe.paper(output=0.5))
+    possible = targets_for(build(), result.plan)
+    assert {target for target, reason in possible.items() if reason and "low-rank" in reason} >= {
+        "hf",
+        "compat",
+        "gguf",
+    }
+    assert possible["pt2"] is None
+    with pytest.raises(CorpError, match="output=0"):
+        corp.save(result, tmp_path / "hf", profile="standard")
 
 
 def test_a_tied_head_saves_no_parameters_so_it_is_left_alone() -> None:

@@ -15,7 +15,7 @@ from corp.planning.plan import Plan
 from corp.sites import AttentionSite, projection_at
 from corp.storage.export.decoder import why_not
 from corp.storage.export.formats import ONNX, PT2
-from corp.storage.export.profiles import COMPAT, LIBRARY_TARGETS, refuse_biases
+from corp.storage.export.profiles import COMPAT, LIBRARY_TARGETS, refuse_beyond_widths, refuse_biases
 from corp.storage.export.served import GGUF, VLLM
 
 
@@ -30,13 +30,15 @@ def targets_for(model: nn.Module, plan: Plan) -> dict[str, str | None]:
         reason = "no library that corp writes for can rebuild this model from its name or config"
         return dict.fromkeys((COMPAT, ONNX, PT2, VLLM, GGUF), reason)
     biases, no_llama = _new_biases(model, plan), why_not(model)
+    beyond = _reason(lambda: refuse_beyond_widths([plan], "it"))
     return {
-        LIBRARY_TARGETS[library.name]: _reason(lambda: _standard(model, plan, adapter, library, identity, biases)),
-        COMPAT: _reason(lambda: refuse_biases(biases, library, COMPAT)),
+        LIBRARY_TARGETS[library.name]: beyond
+        or _reason(lambda: _standard(model, plan, adapter, library, identity, biases)),
+        COMPAT: beyond or _reason(lambda: refuse_biases(biases, library, COMPAT)),
         ONNX: _missing("onnx", ONNX) or _missing("onnxscript", ONNX),
         PT2: None,
-        VLLM: no_llama,
-        GGUF: no_llama or _missing("gguf", GGUF),
+        VLLM: beyond or no_llama,
+        GGUF: beyond or no_llama or _missing("gguf", GGUF),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +34,18 @@ PROFILES = (STANDARD, COMPAT)
 LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what its format is called here
 
 
+def refuse_beyond_widths(plans: Sequence[Plan], target: str) -> None:
+    """Refuse what only corp's own folders, ONNX and PT2 hold: merged tokens, and a factored output head."""
+    for done, what, remedy in (
+        (any(plan.merging for plan in plans), "merges tokens", "tokens=None"),
+        (any(plan.output for plan in plans), "has a low-rank output head", "output=0"),
+    ):
+        if done:
+            raise StorageError(
+                f"this model {what}, which {target} cannot hold; export to onnx or pt2, or prune with {remedy}"
+            )
+
+
 def write_profile(
     model: nn.Module,
     base: dict[str, Any] | None,
@@ -49,6 +61,7 @@ def write_profile(
     preprocessing come from the first of `sources` that has them.
     """
     library, make = library_for(base)
+    refuse_beyond_widths(history(model), library.name)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
     rotary: dict[str, Tensor] = {}  # attentions whose heads the config can say, all of one width

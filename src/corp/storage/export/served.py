@@ -17,8 +17,10 @@ from corp.storage.export.check import largest_difference, on_cpu, outputs, preci
 from corp.storage.export.decoder import Decoder, decoder_of
 from corp.storage.export.gguf_file import DEFAULTS, FILE, check_gguf, require_gguf, write_gguf
 from corp.storage.export.gguf_vocabulary import vocabulary_of
+from corp.storage.export.profiles import refuse_beyond_widths
 from corp.storage.export.record import Exported
 from corp.storage.export.vllm_folder import write_vllm
+from corp.surgery.apply import history
 
 GGUF, VLLM = "gguf", "vllm"
 SERVED = (VLLM, GGUF)
@@ -30,6 +32,7 @@ def write_served(
     model: nn.Module, library: Library, folder: Path, path: Path, target: str, sources: list[str], quant: str | None
 ) -> Exported:
     """Write the pruned `model` for `target` into `folder`, which will be called `path`, read it back, and compare."""
+    refuse_beyond_widths(history(model), target)
     decoder, batch = decoder_of(model), library.example(model)
     if target == VLLM:
         write_vllm(decoder, folder)
