@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from corp.adapters.registry import Library, adapter_named, find_sites, library_of
 from corp.errors import StorageError
 from corp.measure.cost import count_params
+from corp.planning.plan import Plan
 from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.padding import pad
 from corp.storage.export.record import Exported, write_record
