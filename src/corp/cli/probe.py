@@ -20,7 +20,7 @@ from corp.evaluate.probe import fit_head
 def probe(
     model: o.ModelArg,
     data: Annotated[list[Path], typer.Option(help="Images with maps: images/ + labels/, or X/ beside Xannot/.")],
-    out: Annotated[Path, typer.Option(help="The head's file (.safetensors).")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The head's file (.safetensors).")],
     task: Annotated[str, typer.Option(help="segmentation or depth.")] = SEGMENTATION,
     blocks: Annotated[int, typer.Option(help="Read the features of the last BLOCKS blocks.", min=1)] = 1,
     image_size: Annotated[
