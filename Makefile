@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check test-real bench soak clean
+.PHONY: demo test check docs test-real test-lowest build bench soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
 
-test: check
+test: check docs
 	$(BIN)/python -m pytest -q --numprocesses auto
 
 check: $(VENV)/.installed
@@ -18,8 +18,26 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 test-real: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m real --numprocesses auto --dist loadfile
+
+# The lowest versions that pyproject.toml promises, in an environment of their own.
+test-lowest: $(VENV)-lowest/.installed
+	$(VENV)-lowest/bin/python -m pytest -q --numprocesses auto
+
+$(VENV)-lowest/.installed: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	touch $@
+
+build: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build
+	for file in py.typed data/digits_vit.safetensors report/page.html; do \
+	  $(BIN)/python -m zipfile --list dist/*.whl | grep --quiet "corp/$$file" || { echo "the wheel lacks $$file"; exit 1; }; done
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m scripts.soak --out soak.json
@@ -55,4 +73,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) corp-demo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-lowest build dist corp-demo .pytest_cache .mypy_cache .ruff_cache

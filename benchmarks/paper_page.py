@@ -23,6 +23,9 @@ score, not the scores. The standard error of an accuracy here is about 1.5 point
 What there is not: the weights of DeiT-Small to -Huge, ViT-Large and DINOv2, ImageNet's validation set, 4,000 calibration
 images, a GPU. So accuracy is Tiny's only; parameters, operations, latency and throughput come from the right shapes with
 random weights, and times are of two CPU cores, not of an RTX 3090.
+
+Our rows are the paper's recipe (`corp.Recipe.paper(...)`, `--preset paper`) unless they name another one. The default recipe does better:
+[past the paper](beyond.md).
 """
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from corp.adapters import torchvision_import
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 torchvision_import.watch()  # before anything imports timm or torchvision, the user's own next line included
 

@@ -58,6 +58,23 @@ def opt(folder: Path, seed: int = 0) -> Path:
     return _save(transformers.OPTForCausalLM(config), folder, tokenizer(bos="</s>"))
 
 
+def llama(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        bos_token_id=3,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return _save(transformers.LlamaForCausalLM(config), folder, tokenizer())
+
+
 def bert(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = transformers.BertConfig(
