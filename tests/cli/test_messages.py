@@ -35,7 +35,6 @@ SPELLED = {
     "prune it again with intercept=False, or": "prune it again with --intercept no, or",
     "choose another output, or pass overwrite=True": "choose another output, or pass --overwrite",
     "give it memory=1.5GB or less": "give it --memory 1.5GB or less",
-    "tokens='few' is not": "--sample-tokens few is not",
     "a target chooses the widths: use overrides": "a target chooses the widths: use --override",
     "corp.load('out', base=model)": "corp.load('out', base=model)",
     "--override 'mlp=0.2' should look like 'blocks.0.*:mlp=0.2,attn=0'": (

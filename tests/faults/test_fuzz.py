@@ -165,7 +165,7 @@ def test_damaged_plans_come_past_the_door(tmp_path: Path) -> None:
 
     read()
     assert accepted
-    assert [reason for reason in reasons if reason.startswith("site ")]
+    assert [reason for reason in reasons if "JSON" not in reason and "version" not in reason]
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(1, 6), st.integers(0, 2**32))

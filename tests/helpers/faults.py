@@ -360,7 +360,7 @@ def full_disk(trial: Trial) -> str:
             return "there was room"
         if ended.code == 0:
             return "finished"
-        say_why(ended, "no space")
+        say_why(ended, "no space", "is full")
     finally:
         subprocess.run(["umount", str(trial.output)], check=True)
     trial.check_again()
