@@ -176,7 +176,7 @@ def page(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--sparsities", nargs="+", type=float, default=SPARSITIES)
+    parser.add_argument("--sparsities", nargs="*", type=float, default=SPARSITIES)
     parser.add_argument(
         "--macs", nargs="*", type=float, default=(0.75,), help="other budgets: first and last step only"
     )
