@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +13,11 @@ import typer
 
 from corp.adapters.registry import find_sites
 from corp.calibration.statistics import Statistics
-from corp.cli import options as o
+from corp.cli import arguments as a
 from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.expand import expanded
+from corp.cli.inputs import calibrated
+from corp.cli.models import load_model
 from corp.errors import DataError
 from corp.evaluate.redundancy import Analysis, Row
 from corp.evaluate.redundancy import analyze as measure
@@ -27,37 +31,24 @@ PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"
 
 
 @command
+@expanded(first=("calib", "out"))
 def analyze(
-    model: o.ModelArg,
-    calib: o.MaybeCalib = None,
-    stats: o.Stats = None,
+    source: a.Source,
+    collection: a.Collection,
+    stats: a.Stats = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for a picture, a CSV and a JSON file.")
     ] = None,
-    weights: o.Weights = None,
-    samples: o.MaybeSamples = None,
-    tokens: o.Tokens = "auto",
-    text_field: o.TextField = "text",
-    seq_len: o.SeqLen = None,
-    pack: o.Pack = None,
-    tokenizer: o.Tokenizer = None,
-    memory: o.Memory = None,
-    batch_size: o.MaybeBatchSize = None,
-    device: o.Device = "auto",
-    dtype: o.Dtype = "auto",
-    seed: o.Seed = 0,
-    max_bad: o.MaxBad = 0.05,
-    overwrite: o.Overwrite = False,
-    json: o.Json = False,
+    overwrite: a.Overwrite = False,
+    json: a.Json = False,
 ) -> None:
     """Show how redundant the MLP channels and the Q/K dimensions of MODEL are on the data of --calib or --stats."""
     if out is not None:
         import_module("matplotlib")  # missing: said before the data pass, not after it
 
         refuse_existing(out, overwrite=overwrite)
-    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
-    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, 1000)
-    sites, found = _statistics(source, stats, o.make_settings(tokens, memory))
+    model, source = source.model, replace(source, images=1000)
+    sites, found = _statistics(source, stats, collection.settings())
     with progress("analysing", len(sites), "sites") as advance:
         analysis = measure(sites, found, advance)
     content = {"model": model, "samples": found.samples, **analysis.to_dict()}
@@ -69,14 +60,14 @@ def analyze(
         _show(analysis, found.samples)
 
 
-def _statistics(source: o.Source, stats: Path | None, settings: Any) -> tuple[Sites, Statistics]:
+def _statistics(source: a.Source, stats: Path | None, settings: Any) -> tuple[Sites, Statistics]:
     """Sites and sums. Sums of an earlier calibration need no weights: the table describes the model they saw."""
     if stats is None:
-        model, found = o.calibrated(source, settings=settings)
+        model, found = calibrated(source, settings=settings)
         return find_sites(model), found
     if source.calib:
         raise DataError("--stats are of data that was seen already; --calib cannot go with it")
-    return find_sites(o.load_model(source.model, source.weights, pretrained=False)), Statistics.load(stats)
+    return find_sites(load_model(source.model, source.weights, pretrained=False)), Statistics.load(stats)
 
 
 def _show(analysis: Analysis, samples: int) -> None:

@@ -13,7 +13,7 @@ import typer
 from torch import nn
 
 from corp.calibration.batches import placement, run
-from corp.cli import options as o
+from corp.cli import arguments as a
 from corp.cli.console import command, note, show_json, show_table
 from corp.cli.contenders import Contender, explain, gather
 from corp.cli.models import CAUSAL, ENCODER, kind_of
@@ -59,9 +59,9 @@ def bench(
             help="Tokens per sequence, for models that take texts.", min=1, show_default="512, or the context"
         ),
     ] = None,
-    device: o.Device = "auto",
-    dtype: o.Dtype = "float32",
-    json: o.Json = False,
+    device: a.Device = "auto",
+    dtype: a.Dtype = "float32",
+    json: a.Json = False,
 ) -> None:
     """Time MODELS against the first of them; a pruned folder alone is timed against its dense base.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from corp.adapters.registry import find_sites
 from corp.calibration.batches import placement
-from corp.cli import options as o
+from corp.cli.models import load_model, place
 from corp.errors import CorpError, ModelError
 from corp.measure import timing
 from corp.recipe import FAST, ROUNDING_KEYS
@@ -41,15 +41,15 @@ def gather(names: list[str], device: str, dtype: str) -> list[Contender]:
             raise ModelError(
                 f"{error}. To time it against another model give both: corp bench DENSE {folder}"
             ) from error
-        dense = Contender("dense base", o.place(base.eval(), device, dtype), {})
+        dense = Contender("dense base", place(base.eval(), device, dtype), {})
         return [dense, _contender(names[0], device, dtype)]
     return [_contender(name, device, dtype) for name in names]
 
 
 def _contender(name: str, device: str, dtype: str) -> Contender:
-    model = o.load_model(name, None, pretrained=False)
+    model = load_model(name, None, pretrained=False)
     before = {site.name: site.width for plan in reversed(history(model)) for site in plan.sites}
-    return Contender(name, o.place(model, device, dtype), before)
+    return Contender(name, place(model, device, dtype), before)
 
 
 def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:

@@ -11,7 +11,7 @@ import typer
 from torch import Tensor, nn
 
 from corp import __version__, api
-from corp.cli import options as o
+from corp.cli import arguments as a
 from corp.cli.console import Console, command, note, progress, show_json, show_table
 from corp.cli.report import demo_study
 from corp.data import digits
@@ -29,8 +29,8 @@ SHOWN = (0.5, "full")  # the one whose layers the page shows
 @command
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for picture and numbers.")] = Path("corp-demo"),
-    overwrite: o.Overwrite = False,
-    json: o.Json = False,
+    overwrite: a.Overwrite = False,
+    json: a.Json = False,
 ) -> None:
     """Prune the built-in model at several sparsities, with and without compensation."""
     refuse_existing(out, overwrite=overwrite)

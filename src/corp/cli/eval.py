@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from torch import nn
 
+from corp.cli import arguments as a
 from corp.cli import eval_dense, eval_images, eval_text
-from corp.cli import options as o
 from corp.cli.console import command, show_json
-from corp.cli.models import IMAGE, kind_of
+from corp.cli.models import IMAGE, kind_of, load_model, place
 from corp.cli.sources import refuse_other
 from corp.errors import DataError, ModelError
 
@@ -46,9 +46,9 @@ def evaluate(
         int | None, typer.Option(help="Maps: the label of unlabelled pixels.", show_default="the head's, or 255")
     ] = None,
     depth_scale: Annotated[float, typer.Option(help="Maps: units per metre of depths; millimetres: 1000.")] = 1.0,
-    text_field: o.TextField = "text",
-    seq_len: o.SeqLen = None,
-    tokenizer: o.Tokenizer = None,
+    text_field: a.TextField = "text",
+    seq_len: a.SeqLen = None,
+    tokenizer: a.Tokenizer = None,
     stride: Annotated[
         int | None,
         typer.Option(help="Perplexity: tokens from one window to the next.", min=1, show_default="no overlap"),
@@ -59,12 +59,12 @@ def evaluate(
     sts: Annotated[Path | None, typer.Option(help="Encoders: table of scored sentence pairs (STS-B).")] = None,
     tasks: Annotated[str | None, typer.Option(help="Language models: tasks of lm-eval, with commas.")] = None,
     limit: Annotated[int | None, typer.Option(help="Examples per task of --tasks.", min=1)] = None,
-    batch_size: o.MaybeBatchSize = None,
-    device: o.Device = "auto",
-    dtype: o.Dtype = "auto",
+    batch_size: a.BatchSize = None,
+    device: a.Device = "auto",
+    dtype: a.Dtype = "auto",
     seed: Annotated[int, typer.Option(help="Draws the samples where --samples is given.")] = 0,
-    max_bad: o.MaxBad = 0.05,
-    json: o.Json = False,
+    max_bad: a.MaxBad = 0.05,
+    json: a.Json = False,
 ) -> None:
     """Measure MODELS: accuracy, mIoU or depth errors on images, perplexity on texts, closeness to the dense model."""
     loaded = load_all([dense, *models] if dense else models, weights, device, dtype)
@@ -86,7 +86,7 @@ def evaluate(
     if labels is not None:
         raise DataError("--labels are for images; texts have none here")
     wanted = tuple(task.strip() for task in tasks.split(",") if task.strip()) if tasks else ()
-    text = o.TextOptions(text_field, seq_len, None, tokenizer)
+    text = a.TextOptions(text_field, seq_len, None, tokenizer)
     options = eval_text.Options(data or [], samples, batch_size, seed, text, stride, per_document, sts, wanted, limit)
     content, rows = eval_text.evaluate_texts(loaded, options)
     show_json(content) if json else eval_text.show_texts(content, rows)
@@ -95,7 +95,7 @@ def evaluate(
 def load_all(names: list[str], weights: Path | None, device: str, dtype: str) -> dict[str, nn.Module]:
     """Every model once, by name; the first is the one that the others are compared with."""
     unique = list(dict.fromkeys(names))
-    return {n: o.place(o.load_model(n, None if i else weights), device, dtype) for i, n in enumerate(unique)}
+    return {n: place(load_model(n, None if i else weights), device, dtype) for i, n in enumerate(unique)}
 
 
 def common_kind(loaded: dict[str, nn.Module]) -> str:

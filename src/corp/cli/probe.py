@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from corp.calibration.batches import placement
-from corp.cli import options as o
+from corp.cli import arguments as a
 from corp.cli.console import command, note, progress, show_json
 from corp.cli.eval_dense import BATCH, parse_size, sized, whole_image
+from corp.cli.models import load_model, place
 from corp.errors import StorageError
 from corp.evaluate.heads import IGNORE, SEGMENTATION, HeadInfo, save_head
 from corp.evaluate.probe import fit_head
@@ -18,7 +19,7 @@ from corp.evaluate.probe import fit_head
 
 @command
 def probe(
-    model: o.ModelArg,
+    model: a.Model,
     data: Annotated[list[Path], typer.Option(help="Images with maps: images/ + labels/, or X/ beside Xannot/.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The head's file (.safetensors).")],
     task: Annotated[str, typer.Option(help="segmentation or depth.")] = SEGMENTATION,
@@ -31,12 +32,12 @@ def probe(
     ] = None,
     ignore: Annotated[int, typer.Option(help="The label of unlabelled pixels.")] = IGNORE,
     depth_scale: Annotated[float, typer.Option(help="Units per metre in depth maps: 1000 for millimetres.")] = 1.0,
-    weights: o.Weights = None,
+    weights: a.Weights = None,
     batch_size: Annotated[int, typer.Option(help="Images per forward pass.", min=1)] = BATCH,
-    device: o.Device = "auto",
-    dtype: o.Dtype = "auto",
-    overwrite: o.Overwrite = False,
-    json: o.Json = False,
+    device: a.Device = "auto",
+    dtype: a.Dtype = "auto",
+    overwrite: a.Overwrite = False,
+    json: a.Json = False,
 ) -> None:
     """Fit a linear head on MODEL's frozen features, in closed form (ridge regression), and save it."""
     from corp.data.dense import DensePairs, find_pairs
@@ -45,7 +46,7 @@ def probe(
     if out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another --out, or give --overwrite")
     pairs = [pair for folder in data for pair in find_pairs(folder)]
-    backbone = o.place(o.load_model(model, weights), device, dtype)
+    backbone = place(load_model(model, weights), device, dtype)
     transform = whole_image(model, backbone, image_size, None)
     sized(backbone, transform.size)
     info = HeadInfo(task, blocks, ignore, (transform.size[0], transform.size[1]))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from corp.cli import options as o
+from corp.cli import arguments as a
 from corp.cli.console import command, note, show_json
 from corp.errors import StorageError
 from corp.evaluate.sweep import RESULT
@@ -31,8 +31,8 @@ def report(
         list[Path], typer.Argument(help="Folders of corp prune, corp sweep and corp demo.", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
-    overwrite: o.Overwrite = False,
-    json: o.Json = False,
+    overwrite: a.Overwrite = False,
+    json: a.Json = False,
 ) -> None:
     """Write one self-contained HTML page about RUNS: what was removed, what it cost, how to make it again."""
     if out.is_dir() or (out.exists() and not overwrite):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,12 +17,13 @@ from corp import __version__
 from corp.calibration.batches import without_cache
 from corp.calibration.job import Settings
 from corp.calibration.statistics import Statistics
+from corp.cli import arguments as a
 from corp.cli import eval_text
-from corp.cli import options as o
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.eval_images import find_labels
-from corp.cli.models import IMAGE, kind_of, tokenizer_of
-from corp.cli.sources import IMAGE_BATCH, calibration_batches, refuse_other
+from corp.cli.expand import expanded
+from corp.cli.models import IMAGE, chosen_device, kind_of, load_model, place, tokenizer_of
+from corp.cli.sources import IMAGE_BATCH, calibration_batches, image_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
@@ -40,10 +42,11 @@ IMAGES = 1000  # of the calibration data, where nobody says how many
 
 
 @command
+@expanded(first=("calib", "out", "sparsity", "data"))
 def sweep(
-    model: o.ModelArg,
-    calib: o.MaybeCalib = None,
-    stats: o.Stats = None,
+    source: a.Source,
+    collection: a.Collection,
+    stats: a.Stats = None,
     sparsity: Annotated[str, typer.Option(help="first:last:step, or a list: 0.3,0.5,0.7.")] = "0.1:0.7:0.1",
     kinds: Annotated[
         str, typer.Option(help="What to prune: mlp, attn, vo, both (MLP and Q/K), all; several with commas.")
@@ -67,28 +70,15 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for CSV, JSON, figures; a killed run goes on from it.")
     ] = None,
-    samples: o.MaybeSamples = None,
-    tokens: o.Tokens = "auto",
-    text_field: o.TextField = "text",
-    seq_len: o.SeqLen = None,
-    pack: o.Pack = None,
-    tokenizer: o.Tokenizer = None,
-    memory: o.Memory = None,
-    weights: o.Weights = None,
-    batch_size: o.MaybeBatchSize = None,
-    device: o.Device = "auto",
-    dtype: o.Dtype = "auto",
-    seed: o.Seed = 0,
-    max_bad: o.MaxBad = 0.05,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing a killed run.")] = False,
-    json: o.Json = False,
+    json: a.Json = False,
 ) -> None:
     """Apply many recipes to MODEL from one calibration; with --data, measure what each does.
 
     Accuracy where images have labels, perplexity of language models, closeness to the dense model in any case.
     With -o the finished cases survive a kill, and a table (CSV), everything (JSON) and figures (PNG, SVG) are written.
     """
-    if (stats is None) == (not calib):
+    if (stats is None) == (not source.calib):
         raise DataError("give either --calib, a folder of images or texts, or --stats of an earlier corp calibrate")
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
@@ -103,10 +93,9 @@ def sweep(
     recipes = grid.recipes()
     if out is not None:
         import_module("matplotlib")  # missing: said before the work, not after it
-    dense = o.place(o.load_model(model, weights), device, dtype)
-    text = o.TextOptions(text_field, seq_len, pack, tokenizer)
-    source = o.Source(model, weights, calib or [], samples, batch_size, device, dtype, seed, max_bad, text, IMAGES)
-    if stats is not None and samples is not None:
+    source = replace(source, images=IMAGES)
+    dense = place(load_model(source.model, source.weights), source.device, source.dtype)
+    if stats is not None and source.samples is not None:
         raise DataError("--stats are of data that was seen already; --samples cannot go with it")
     judge = _evaluation(dense, source, data, labels, eval_samples) if data else None
     found = Statistics.load(stats) if stats else None
@@ -115,27 +104,27 @@ def sweep(
     if batches:
         sweeping.check_sizes(sizes, batches.samples)
     about = {
-        "model": model,
+        "model": source.model,
         "weights": fingerprint(dense),
-        "calibration": str(stats) if stats else [str(folder) for folder in calib or []],
+        "calibration": str(stats) if stats else [str(folder) for folder in source.calib],
         "evaluation": [str(folder) for folder in data or []],
-        "seed": seed,
-        "device": str(o.chosen_device(device)),
-        "dtype": dtype,
+        "seed": source.seed,
+        "device": str(chosen_device(source.device)),
+        "dtype": source.dtype,
         "corp": __version__,
         "torch": torch.__version__,
     }
     asked = {
         "recipes": [recipe.to_dict() for recipe in recipes],
         "sizes": sizes,
-        "tokens": tokens,
-        "batch size": batch_size,
+        "tokens": collection.sample_tokens,
+        "batch size": source.batch_size,
         "calibration data": [found.samples, found.origin.get("data fingerprint")] if found else _identity(batches),
         "evaluation data": None if judge is None else [*_identity(judge.batches), labels],
     }
     with sweeping.working_folder(out, {**about, **asked}, fresh=fresh) as folder:
         run = Sweep(dense, recipes, judge.evaluate if judge else None, folder)
-        settings = o.make_settings(tokens, memory)
+        settings = collection.settings()
         calibration = _run(run, source, found, batches, sizes, settings)
         content = sweeping.result(run, about, calibration)
         if out is not None:
@@ -163,7 +152,7 @@ def _identity(batches: Any) -> list[Any]:
 
 
 def _run(
-    run: Sweep, source: o.Source, stats: Statistics | None, batches: Any, sizes: list[int], settings: Settings
+    run: Sweep, source: a.Source, stats: Statistics | None, batches: Any, sizes: list[int], settings: Settings
 ) -> dict[int, float | None]:
     """Run all cases; return the seconds that calibrating on each number of samples took, where that is known."""
     every: list[tuple[Statistics, float | None]] = []
@@ -182,7 +171,7 @@ def _run(
     return {part.samples: seconds for part, seconds in every}
 
 
-def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
+def _evaluation(dense: nn.Module, source: a.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
     """How good several models are on the images or texts, in one pass over them."""
     kind = kind_of(dense)
     if kind == IMAGE:
@@ -201,12 +190,12 @@ def _evaluation(dense: nn.Module, source: o.Source, data: list[Path], labels: st
     return Judge(evaluate, batches)
 
 
-def _on_images(dense: nn.Module, source: o.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
+def _on_images(dense: nn.Module, source: a.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
     from corp.data.images import list_images
     from corp.data.labels import LabelledBatches
 
     count, size = samples or len(list_images(data)), source.batch_size or IMAGE_BATCH
-    images = o.image_batches(dense, data, count, source.seed, size, source.max_bad, name=source.model)
+    images = image_batches(dense, data, count, source.seed, size, source.max_bad, name=source.model)
     found = find_labels(labels, data, source.model, dense)
     batches = images if found is None else LabelledBatches(images, found)
     return Judge(lambda models: [_measured(s.intervals()) for s in judged(models, Score, batches, dense)], images)
