@@ -52,7 +52,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file, in a folder that nobody reads yet."""
+    """Write a safetensors file into a folder that is not published yet."""
     try:
         save_file(dict(tensors), path, metadata=metadata)
     except (OSError, SafetensorError) as error:
@@ -127,7 +127,7 @@ def _prefix(path: Path) -> str:
 
 
 def _sweep_up(path: Path) -> None:
-    """Remove what runs that were killed left beside `path`: what nobody holds any more."""
+    """Remove what runs that were killed left beside `path`: what no process holds any more."""
     if fcntl is None:
         return
     ours = re.compile(re.escape(_prefix(path)) + r"[a-z0-9_]{8}")  # as tempfile names them

@@ -21,7 +21,7 @@ class Observer:
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
         """Watch a stage of `total` units, or at most so many; the function it gives is called with how many are done.
 
-        `total` is None if nobody knows how many there will be.
+        `total` is None if their number is unknown.
         """
         yield lambda _done: None
 

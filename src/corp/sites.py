@@ -56,7 +56,7 @@ class Rows:
 
     @property
     def positions(self) -> list[int]:
-        """The same, one by one."""
+        """The features' places, one by one."""
         if not self.period:
             return list(range(self.start, self.stop))
         order = _halves_first(self.stop - self.start, self.head, self.pairs)

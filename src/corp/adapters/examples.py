@@ -71,7 +71,7 @@ def _draw() -> torch.Generator:
 
 
 def image_like(module: Any, config: Any) -> Tensor:
-    """Of the size that the patches were made for, or that the config names."""
+    """The image size that the patches were made for, or that the config names."""
     size = getattr(getattr(module, "patch_embed", None), "img_size", None)
     channels, height, width = config["input_size"] if isinstance(config, dict) else config.input_size
     height, width = size if isinstance(size, tuple | list) else (height, width)

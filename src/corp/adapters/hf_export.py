@@ -37,7 +37,7 @@ HF = "hf:"
 
 
 def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> dict[str, Any]:
-    """The same model with these MLP widths in its config, and biases in its MLPs where it can have them."""
+    """The config of the model with these MLP widths, and biases in its MLPs where it can have them."""
     dense, made = _widths(identity), copy.deepcopy(identity)
     for place, key in _fields(made["config"], (*WIDTHS, RATIO)):
         governed = _governed(made, place, key)
@@ -64,7 +64,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
 def resize_heads(
     identity: dict[str, Any], width: int, rope: dict[str, Any] | None
 ) -> tuple[dict[str, Any], float] | None:
-    """The same model with heads of this width, where its attention reads `head_dim` from the config (ViT, Llama).
+    """The config of the model with heads of this width, where its attention reads `head_dim` from the config (ViT, Llama).
 
     Rotary heads also need the parameters `rope` of the pairs that are left.
     """

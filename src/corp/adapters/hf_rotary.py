@@ -26,7 +26,7 @@ def _attention(cls: str, names: Names, **other: Any) -> Attention:
 
 
 def _window(module: Any) -> int | None:
-    """Of this layer, where layers differ, else of all."""
+    """The layer's own value if layers differ, otherwise the model's."""
     known: int | None = getattr(module, "sliding_window", None)
     return getattr(module.config, "sliding_window", None) if not hasattr(module, "sliding_window") else known
 

@@ -185,7 +185,7 @@ def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
 
 
 def _prefixed(finding: Finding, prefix: str) -> Finding:
-    """The same finding, seen from a module that holds the model under `prefix`."""
+    """The finding as seen from a module that holds the model under `prefix`."""
     if not prefix:
         return finding
 

@@ -102,7 +102,7 @@ class Parts:
 
 
 def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
-    """Modules that make queries, keys and values, each once, of layers that nobody has taken."""
+    """Modules that make queries, keys and values, each once, of layers that no other site has taken."""
     for name, module in model.named_modules():
         parts = _parts(model, name, module)
         if parts is not None and not taken & {parts.full(path) for path, _ in parts.makers}:
@@ -303,7 +303,7 @@ def _rotates_neighbours(module: Any) -> bool:
 
 
 def paired(rows: Rows, d: int, dims: int) -> Rows:
-    """The same rows, read so that the neighbours (2j, 2j + 1) come as (j, j + dims/2)."""
+    """The rows, read so that the neighbours (2j, 2j + 1) come as (j, j + dims/2)."""
     if rows.period:
         return replace(rows, head=d, pairs=dims)
     return replace(rows, stop=rows.start + d, runs=rows.width // d, period=d, head=d, pairs=dims)

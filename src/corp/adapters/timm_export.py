@@ -16,7 +16,7 @@ from corp.errors import ModelError, StorageError
 
 
 def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> dict[str, Any]:
-    """The same model with these MLP widths, which timm knows as one ratio to the model's own."""
+    """The arguments of the model with these MLP widths, which timm knows as one ratio to the model's own."""
     model = _build(identity)
     sites = find_sites(model).mlp
     if widths == {site.name: site.width for site in sites}:

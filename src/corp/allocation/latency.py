@@ -87,7 +87,7 @@ class Clock:
         return self.budget(1.0).cost(self.sites, widths) / PARTS
 
     def time(self, widths: Mapping[str, int]) -> Time:
-        """Of a model with these widths."""
+        """The time of a model with these widths, relative to the dense one."""
         ratio = self.timer(self.model, narrow_copy(self.model, self.sites, widths, self.recipe))
         return Time(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
 

@@ -101,7 +101,7 @@ def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> N
     """The folder of a run: a new one, or that of a killed run of the same command."""
     record = partial / "run.json"
     identity = json.loads(json.dumps(identity))
-    if partial.exists() and (fresh or not record.is_file()):  # without its record nobody knows what it is a run of
+    if partial.exists() and (fresh or not record.is_file()):  # without its record it is unknown what it is a run of
         with lock_folder(partial, "rank-0"):
             shutil.rmtree(partial, ignore_errors=True)
     if record.is_file():

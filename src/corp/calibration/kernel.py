@@ -65,7 +65,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watching_kernel(model: nn.Module, watched: Iterable[Watched]) -> Iterator[None]:
-    """While open, each of these attentions shows the queries and keys that it hands to the kernel."""
+    """Within this context, each of these attentions shows the queries and keys that it hands to the kernel."""
     watch, handles = _Watch(), []
     for one in watched:
 

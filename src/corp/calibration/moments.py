@@ -177,7 +177,7 @@ class Moments:
         }
 
     def _rebased(self, shift: Tensor) -> Moments:
-        """The same sums about another shift: y' = y + e with e = old shift - new shift."""
+        """These sums about another shift: y' = y + e with e = old shift - new shift."""
         e = self._shift() - shift
         if not bool(e.any()):
             return self

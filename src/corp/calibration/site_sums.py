@@ -33,7 +33,7 @@ class SiteSums(Generic[Sums]):
         return self.fit + self.held
 
     def fitted(self) -> SiteSums[Sums]:
-        """The same without what was held out."""
+        """These sums without what was held out."""
         return SiteSums(self.fit, self.fit.empty())
 
     def to(self, device: torch.device) -> None:

@@ -101,7 +101,7 @@ def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:
         raise StatisticsError("these statistics cover different sites; they do not add")
     a, b = first.origin, second.origin
     common = {key: value for key, value in a.items() if b.get(key) == value and key != "parts"}
-    parts = [*a.get("parts", [a]), *b.get("parts", [b])]  # listed, so that nobody counts the same data twice unnoticed
+    parts = [*a.get("parts", [a]), *b.get("parts", [b])]  # listed, so that data counted twice is noticed
     return {
         "samples": first.samples + second.samples,
         "weights": first.weights,

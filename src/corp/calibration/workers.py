@@ -26,7 +26,7 @@ class Workers:
         return batch % self.world == self.rank
 
     def agree(self, problem: str | None) -> None:
-        """Everybody learns whether anybody failed; then all raise the same error."""
+        """All workers learn whether any of them failed, and then raise the same error."""
         if self.world == 1:
             return
         said: list[str | None] = [None] * self.world

@@ -24,7 +24,7 @@ from corp.measure.footprint import Sizes, measure_sizes
 
 SIZES = ("model", "parameters", "MACs", "on disk", "peak memory", "latency p50", "p95", "throughput")
 GAINS = ("against {}", "latency", "95 % interval", "throughput", "95 % interval", "ideal", "reached")
-SEQ_LEN = 512  # tokens per sequence where nobody says how many
+SEQ_LEN = 512  # tokens per sequence by default
 LATENCY_CALLS = 5  # per round: a percentile wants more calls than a median of rounds does
 
 

@@ -38,7 +38,7 @@ from corp.tables import write_csv
 TABLE = "sweep.csv"
 SHOWN = ("samples", *KINDS, "preset", "rank", "compensate", "params", "macs", *(f"{kind} error" for kind in KINDS))
 MEASURED = ("top1", "top5", "perplexity", "cosine", "agreement", "kl")
-IMAGES = 1000  # of the calibration data, where nobody says how many
+IMAGES = 1000  # calibration images by default
 
 
 @command

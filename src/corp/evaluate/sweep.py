@@ -219,7 +219,7 @@ def _runtime(rows: Sequence[Row]) -> Row:
 
 @contextmanager
 def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -> Iterator[Path]:
-    """The folder of a sweep: that of a killed run of the same command, a new one, or one that nobody will see.
+    """The folder of a sweep: that of a killed run of the same command, a new one, or a temporary one.
 
     When the block ends well it becomes `out`, less its scaffolding; until then a kill loses only the case under way.
     """

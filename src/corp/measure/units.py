@@ -18,7 +18,7 @@ from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of, proje
 
 @dataclass(frozen=True)
 class Unit:
-    """Of one hidden channel, or of one dimension of all heads together."""
+    """The cost of one hidden channel, or of one dimension of all heads together."""
 
     macs: int
     params: int
@@ -74,7 +74,7 @@ def _queries(site: AttentionSite) -> tuple[str, str]:
 
 
 def _values(site: ValueSite) -> tuple[str, str]:
-    """The same of values (they come from where keys do) and of what the output projection takes."""
+    """Likewise for values, which share the keys' input, and for what the output projection takes."""
     return (f"{site.attention} k", f"{site.attention} q") if site.v.bare else (site.v.module, site.down)
 
 

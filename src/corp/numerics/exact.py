@@ -140,7 +140,7 @@ def _closed_up(x: Tensor, gone: Tensor) -> Tensor:
 
 
 def _move_up(A: Tensor, gone: Tensor) -> None:
-    """The same for rows and columns of symmetric matrices (2, n, n), up to date in their panels only, in place."""
+    """Likewise for rows and columns of symmetric matrices (2, n, n), up to date in their panels only, in place."""
     source, target = _moves(A.shape[-1], gone)
     own = torch.arange(A.shape[-1], device=A.device) >= (source // PANEL * PANEL)[:, None]
     rows = torch.where(own, A[:, source], A[:, :, source].mT)

@@ -69,7 +69,7 @@ def fold_factors(M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def query_factors(M: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with all of it on the queries: keys that several query heads share must stay as they are."""
+    """fold_factors with all of it on the queries: keys that several query heads share must stay as they are."""
     identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
     return identity + M, identity
 

@@ -25,7 +25,7 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 
 
 class GapMoments(NamedTuple):
-    """Of a layer's input x and of the gap g behind it."""
+    """Moments of a layer's input x and of the gap g behind it."""
 
     mean: Tensor  # (D,)
     cov: Tensor  # (D, D)

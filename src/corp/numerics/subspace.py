@@ -94,7 +94,7 @@ def _step(normal: Operator, rhs: Tensor, start: Tensor, ridge: float) -> Tensor:
 
 
 def balanced(fit: Subspace) -> Subspace:
-    """The same products A^T B, with A and B of equal size: what lower precision treats best."""
+    """Maps with the same products A^T B, and A and B of equal size: what lower precision treats best."""
     R, r, d = fit.A.shape
     Q, tall = torch.linalg.qr(fit.A.transpose(1, 2).reshape(R * d, r))  # A^T, stacked
     P, wide = torch.linalg.qr(fit.B.mT)

@@ -59,7 +59,7 @@ def value_basis(
 
 
 def turn(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Turned:
-    """The same layer on turned inputs: W T^-1, T mu, T Sigma T^T."""
+    """The layer on rotated inputs: W T^-1, T mu, T Sigma T^T."""
     shared = heads // len(basis.to)
     to, back = (part.repeat_interleave(shared, dim=0) for part in basis)  # (H, d, d)
     D, d = len(mean), to.shape[-1]
@@ -71,7 +71,7 @@ def turn(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Turn
 
 
 def kept_inputs(kept: list[Tensor], width: int, heads: int) -> Tensor:
-    """Of the kept dimensions of every value head, their places among all inputs of the output projection."""
+    """The places of every value head's kept dimensions among all inputs of the output projection."""
     shared = heads // len(kept)
     return torch.cat([h * width + kept[h // shared] for h in range(heads)])
 

@@ -49,7 +49,7 @@ def pairs_of_all(
 def sketch_site(
     model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe, path: Path | None = None
 ) -> SitePlan:
-    """The same without predictions: for models that are made to be tried."""
+    """What the site keeps and its compensation, without predictions: for models that are made to be tried."""
     if isinstance(site, AttentionSite):
         return sketch_attention(site, keep, HeadSums.of(site, stats), recipe)
     return sketch_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)

@@ -1,7 +1,7 @@
 """Which tokens a model's output is read from: of a classifier with a class token, only that one, in the last block.
 
 Found by trying: the tokens behind the first k are replaced by noise where the last block gives them, and if the model's
-output does not change, nobody reads them.
+output does not change, they are not read.
 """
 
 from __future__ import annotations

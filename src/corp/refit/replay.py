@@ -41,7 +41,7 @@ class Call(NamedTuple):
         return given
 
     def having(self, hidden: Tensor | None) -> Call:
-        """The same call with another hidden state, or none: records must not keep every one alive."""
+        """This call with another hidden state, or none: records must not keep every one alive."""
         if isinstance(self.at, int):
             return self._replace(args=(*self.args[: self.at], hidden, *self.args[self.at + 1 :]))
         return self._replace(kwargs={**self.kwargs, self.at: hidden})
@@ -167,7 +167,7 @@ def _require_constant(name: str, value: Any) -> None:
 
 
 class Seen(NamedTuple):
-    """What went into a site's layer (None where nobody asked), and what came out."""
+    """What went into a site's layer (None if it is not wanted), and what came out."""
 
     x: Tensor | None
     y: Tensor
@@ -175,7 +175,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") -> Iterator[dict[str, Seen]]:
-    """While open, what sites of `model` give, in the order in which they do, and the input of the one called so."""
+    """Within this context, collect the outputs of sites in the order of the data, and the input of the site `inputs`."""
     seen: dict[str, Seen] = {}
 
     def watch(site: LinearSite) -> Iterator[Any]:
@@ -196,7 +196,7 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
 
 @contextmanager
 def meeting(model: nn.Module, junctions: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """While open, what goes into these modules."""
+    """Within this context, collect what goes into these modules."""
     met: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -215,6 +215,6 @@ def is_multihead(site: LinearSite) -> bool:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """The same, but for kernels that add in another order."""
+    """Whether two tensors are equal up to the order in which kernels add."""
     tolerance = 0.1 * torch.finfo(a.dtype).eps ** 0.5
     return a.shape == b.shape and bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(a))

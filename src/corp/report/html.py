@@ -42,7 +42,7 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
 
     def numeric(self) -> list[bool]:
-        """Of each column: does it hold numbers only?"""
+        """Whether each column holds numbers only."""
         return [
             bool(self.rows) and all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))
         ]
@@ -96,7 +96,7 @@ class Run:
         return tiles
 
     def _totals(self) -> list[tuple[float, tuple[int, int], tuple[str, ...]]]:
-        """Of parameters and, if known, MACs: the kept share, (before, after), and the row of the report's table."""
+        """For parameters and, if known, MACs: the kept share, (before, after), and the row of the report's table."""
         pairs = [pair for pair in (self.report.params, self.report.macs) if pair is not None]
         return [
             (after / max(1, before), (before, after), row)

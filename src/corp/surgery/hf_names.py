@@ -32,12 +32,12 @@ class Names:
     extras: tuple[tuple[str, str], ...] = ()
 
     def count_heads(self, module: Any) -> tuple[int, int]:
-        """Of queries, and of keys and values."""
+        """The number of query heads, and of key and value heads."""
         heads: int = attrgetter(self.heads)(module)
         return heads, heads if self.kv_heads is None else attrgetter(self.kv_heads)(module)
 
     def value_width(self, module: Any) -> int:
-        """Of one head, whether narrowed or not."""
+        """The widths of one head, whether narrowed or not."""
         width: int = getattr(module, "v_dim", None) or attrgetter(self.head_dim)(module)
         return width
 

@@ -95,7 +95,7 @@ def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | N
 
 
 def shrink_down(model: nn.Module, site: LinearSite, kept: Tensor, folded: Folded | None, *, bias: bool) -> None:
-    """Of the layer that consumes the site's channels or values, keep the inputs `kept` (S,); see shrink_mlp."""
+    """Keep the inputs `kept` (S,) of the layer that consumes the site's channels or values; see shrink_mlp."""
     down = projection_at(model, site.down)
     weight = down.weight[:, kept.to(down.weight.device)] if folded is None else folded.W
     new_bias: Tensor | None = None

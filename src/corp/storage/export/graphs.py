@@ -119,7 +119,7 @@ def axis_names(program: ExportedProgram, inputs: Inputs) -> dict[str, str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns of its own future while it traces and writes; nobody here can act on it."""
+    """torch warns of its own future while it traces and writes; users cannot act on it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -148,7 +148,7 @@ def _pairs(attention: Any) -> list[list[int]]:
 
 
 def _widths(attention: Any) -> tuple[int, int]:
-    """Of a query and of a value head."""
+    """The widths of a query head and of a value head."""
     if isinstance(attention, RotaryAttention):
         return attention.qk_dim, attention.v_dim
     return attention.head_dim, attention.head_dim
