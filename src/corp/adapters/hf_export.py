@@ -64,7 +64,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
 def resize_heads(
     identity: dict[str, Any], width: int, rope: dict[str, Any] | None
 ) -> tuple[dict[str, Any], float] | None:
-    """The config of the model with heads of this width, where its attention reads `head_dim` from the config (ViT, Llama).
+    """The config of the model with heads of this width, if its attention reads `head_dim` (ViT, Llama).
 
     Rotary heads also need the parameters `rope` of the pairs that are left.
     """

@@ -16,7 +16,7 @@ PLACES = ("cpu", "disk")
 
 @contextmanager
 def offloaded(model: nn.Module, place: str, device: torch.device) -> Iterator[None]:
-    """Within this context, `model` computes on `device` with its weights kept at `place`; afterwards it is as it was."""
+    """Within this context, `model` computes on `device` with its weights kept at `place`; then it is as it was."""
     try:
         from accelerate import cpu_offload, disk_offload
         from accelerate.hooks import remove_hook_from_submodules

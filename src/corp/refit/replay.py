@@ -175,7 +175,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") -> Iterator[dict[str, Seen]]:
-    """Within this context, collect the outputs of sites in the order of the data, and the input of the site `inputs`."""
+    """Within this context, collect the outputs of sites in the order of the data, and the input of one of them."""
     seen: dict[str, Seen] = {}
 
     def watch(site: LinearSite) -> Iterator[Any]:

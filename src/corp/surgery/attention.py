@@ -163,7 +163,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def widths_of(dense: Any, q: Projection | None, v: Projection | None) -> tuple[int, int]:
-    """The widths of a head's queries and keys and of its values, where those that are given replace the ones of `dense`."""
+    """The widths of a head's queries and keys and of its values; those that are given replace the ones of `dense`."""
     qk_dim = getattr(dense, "qk_dim", dense.head_dim) if q is None else len(q.weight) // dense.num_heads
     return qk_dim, dense.head_dim if v is None else len(v.weight) // dense.num_heads
 

@@ -37,7 +37,7 @@ class Names:
         return heads, heads if self.kv_heads is None else attrgetter(self.kv_heads)(module)
 
     def value_width(self, module: Any) -> int:
-        """The widths of one head, whether narrowed or not."""
+        """The width of one value head, whether narrowed or not."""
         width: int = getattr(module, "v_dim", None) or attrgetter(self.head_dim)(module)
         return width
 

@@ -22,7 +22,7 @@ def available() -> bool:
 
 
 def next_log_probabilities(file: Path, tokens: list[int]) -> list[float]:
-    """Log-probabilities of every token behind `tokens`, computed in another process; RuntimeError with llama.cpp's words if it fails."""
+    """Log-probabilities of every token behind `tokens`, computed in another process, which may fail (RuntimeError)."""
     command = [sys.executable, "-P", __file__, str(file), *map(str, tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
