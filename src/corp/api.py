@@ -101,6 +101,16 @@ class _Dense(NamedTuple):
                 )
 
 
+class _Run(NamedTuple):
+    """What stays the same through one run: the data, how it is fed and collected, and who watches."""
+
+    batches: Iterable[Any] | None
+    forward: Forward | None
+    settings: Settings | None
+    origin: dict[str, Any] | None
+    observer: Observer
+
+
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
@@ -121,7 +131,7 @@ def calibrate(
     process takes its share of the batches. `settings` says how many tokens, how much memory; `origin` is a
     record of where model and data came from.
     """
-    return _calibrate(_Dense.of(model), batches, forward, observer or SILENT, settings, origin, out=out)
+    return _calibrate(_Dense.of(model), _Run(batches, forward, settings, origin, observer or SILENT), out=out)
 
 
 def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
@@ -198,22 +208,13 @@ def prune(
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     dense = _Dense.of(model, recipe)
-    if recipe.tokens is not None:
-        return _prune_merged(dense, batches, recipe, stats, forward, settings, origin, watch)
-    return _prune(dense, batches, recipe, stats, forward, settings, origin, watch)
+    run = _Run(batches, forward, settings, origin, watch)
+    return _prune(dense, run, recipe, stats) if recipe.tokens is None else _prune_merged(dense, run, recipe, stats)
 
 
-def _prune(
-    dense: _Dense,
-    batches: Iterable[Any] | None,
-    recipe: Recipe,
-    stats: Statistics | None,
-    forward: Forward | None,
-    settings: Settings | None,
-    origin: dict[str, Any] | None,
-    watch: Observer,
-) -> Result:
-    model = dense.model
+def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
+    """Prune widths: calibrate, choose widths, plan, apply, refit."""
+    model, batches, forward, watch = dense.model, run.batches, run.forward, run.observer
     if model.training:
         watch.note("the model is in train mode: corp runs it in eval mode; call .eval() on the result before use")
     with without_cache(model):
@@ -222,7 +223,7 @@ def _prune(
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
         if stats is None:
-            stats = _calibrate(dense, batches or (), forward, watch, settings, origin, held=held)
+            stats = _calibrate(dense, run, held=held)
         else:
             dense.require({"statistics": stats.weights})
             _collect(held, batches)
@@ -234,17 +235,9 @@ def _prune(
         return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
 
 
-def _prune_merged(
-    dense: _Dense,
-    batches: Iterable[Any] | None,
-    recipe: Recipe,
-    stats: Statistics | None,
-    forward: Forward | None,
-    settings: Settings | None,
-    origin: dict[str, Any] | None,
-    observer: Observer,
-) -> Result:
+def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
     """Merge tokens, prune widths in the merged model, and refit it to the dense one's stream."""
+    batches, forward = run.batches, run.forward
     if batches is None or stats is not None or isinstance(batches, Iterator):
         raise DataError("tokens are merged before calibration: give batches as a list or a loader, and no statistics")
     blocks, reason = why_not(dense.model, dense.sites, recipe, batches, forward)
@@ -254,12 +247,12 @@ def _prune_merged(
     merging, record = choose_merging(dense.model, dense.sites, recipe, some, forward)
     merged = merged_copy(dense.model, replace(merging, read=None))  # the last block whole: widths see all tokens
     known = dense._replace(model=merged)  # merging moves no site and changes no weight
-    pruned = _prune_widths(known, batches, recipe, merging, record["cost"], forward, settings, origin, observer)
+    pruned = _prune_widths(known, run, recipe, merging, record["cost"])
     plan = Plan(recipe, (), dense.weights, count_samples(batches) or 0) if pruned is None else pruned.plan
     smaller, why = merged if pruned is None else pruned.model, {**plan.why, "tokens": record}
     if blocks:
         passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, plan.samples, forward)
-        with observer.stage("refitting", len(blocks), "blocks") as advance:
+        with run.observer.stage("refitting", len(blocks), "blocks") as advance:
             layers = repair_merged(dense.model, smaller, blocks, passages, recipe, advance)
         why["refit"] = {"samples": sum(p.samples for p in passages), "read": {}, "layers": layers}
     merge_tokens(smaller, merging)
@@ -267,20 +260,10 @@ def _prune_merged(
     made = made.noting(f"the model was not refitted: {reason}") if reason else made
     set_history(smaller, (*history(dense.model), made))
     first = describe(move(some[0], *placement(dense.model))) if forward is None else None
-    return Result(smaller, made, Report(made, **_before_after(dense.model, smaller, first)), dict(origin or {}))
+    return Result(smaller, made, Report(made, **_before_after(dense.model, smaller, first)), dict(run.origin or {}))
 
 
-def _prune_widths(
-    merged: _Dense,
-    batches: Iterable[Any],
-    recipe: Recipe,
-    merging: Merging,
-    cost: float,
-    forward: Forward | None,
-    settings: Settings | None,
-    origin: dict[str, Any] | None,
-    observer: Observer,
-) -> Result | None:
+def _prune_widths(merged: _Dense, run: _Run, recipe: Recipe, merging: Merging, cost: float) -> Result | None:
     """Prune the widths of the merged model to what the budget leaves them; None if tokens have paid it all.
 
     The last block, which in the end computes only what is read, weighs less then than while widths are chosen, so the
@@ -289,10 +272,10 @@ def _prune_widths(
     asked = width_recipe(recipe, cost)
     if asked is None:
         return None
-    stats = _calibrate(merged, batches, forward, observer, settings, origin)
+    stats = _calibrate(merged, run)
     sample = None if stats.inputs is None else one_sample(merged.model, stats.inputs, "target_macs")
     for _ in range(ROUNDS):
-        result = _prune(merged, batches, asked, stats, forward, settings, origin, observer)
+        result = _prune(merged, run, asked, stats)
         if recipe.target_macs is None or asked.target_macs is None or sample is None:
             break
         before, after = (count_macs(merged_copy(model, merging), sample) for model in (merged.model, result.model))
@@ -304,27 +287,19 @@ def _prune_widths(
 
 
 def _calibrate(
-    dense: _Dense,
-    batches: Iterable[Any],
-    forward: Forward | None,
-    observer: Observer,
-    settings: Settings | None,
-    origin: dict[str, Any] | None = None,
-    *,
-    out: str | Path | None = None,
-    held: HeldBatches | None = None,
+    dense: _Dense, run: _Run, *, out: str | Path | None = None, held: HeldBatches | None = None
 ) -> Statistics:
     output = dense.sites.output
     watched: list[Site | OutputHead] = [*dense.sites, *([output] if output else [])]
     job = Job(
         dense.model,
         watched,
-        batches,
-        settings or Settings(),
-        dict(origin or {}),
+        () if run.batches is None else run.batches,
+        run.settings or Settings(),
+        dict(run.origin or {}),
         dense.weights,
-        forward,
-        observer,
+        run.forward,
+        run.observer,
         held,
         workers.current(),
     )

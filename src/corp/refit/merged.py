@@ -24,10 +24,8 @@ from corp.numerics.refit import gap_left, gap_of
 from corp.planning.merging import Merging
 from corp.recipe import Recipe
 from corp.refit.gaps import TokenSums
-from corp.refit.readout import _tensors as tensors_in
-from corp.refit.readout import tokens_read
-from corp.refit.repair import READ, correction
-from corp.refit.repair import _rows as split_rows
+from corp.refit.readout import tensors_in, tokens_read
+from corp.refit.repair import READ, correction, split_rows
 from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
 from corp.sites import LinearSite, Sites, ValueSite, at_site, in_float64, projection_at
 from corp.surgery.linear import refill

@@ -33,10 +33,10 @@ def tokens_read(model: nn.Module, blocks: Sequence[Block], run: Run) -> list[Blo
 
 def _read_of(model: nn.Module, last: Block, run: Run) -> int:
     """The least k such that tokens behind the first k are not read; of most models, all."""
-    expected = list(_tensors(_run(model, last, run, last.tokens)))
+    expected = list(tensors_in(_run(model, last, run, last.tokens)))
 
     def unread(k: int) -> bool:
-        outputs = list(_tensors(_run(model, last, run, k)))
+        outputs = list(tensors_in(_run(model, last, run, k)))
         return len(outputs) == len(expected) and all(close(a, b) for a, b in zip(expected, outputs, strict=True))
 
     if not expected or last.tokens == 1 or not unread(last.tokens - 1):
@@ -70,7 +70,7 @@ def _run(model: nn.Module, last: Block, run: Run, k: int) -> Any:
         return run()
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """Every tensor of real numbers in an output, however deep."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
@@ -84,4 +84,4 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif hasattr(output, "__dict__"):
         parts = vars(output).values()
     for part in parts:
-        yield from _tensors(part)
+        yield from tensors_in(part)

@@ -214,7 +214,7 @@ class Repair:
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))
-            for sums, rows in zip((fit, held), _rows(block, passage, hidden), strict=True):
+            for sums, rows in zip((fit, held), split_rows(block, passage, hidden), strict=True):
                 sums.update(x, gap, *rows)
         return fit, held
 
@@ -262,7 +262,7 @@ def _tokens(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+def split_rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Which tokens of the stream, flattened, are fitted and which held out: those that are read, others; no padding."""
     samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
     number = passage.first + torch.arange(samples, device=hidden.device)
