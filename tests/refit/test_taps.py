@@ -14,13 +14,14 @@ from corp.refit.blocks import examine
 from corp.refit.merged import find_merging
 from corp.refit.readout import tokens_read
 from tests.helpers.models import SMALL
+from tests.helpers.seeds import seed_all, seeded
 
 BLOCKS = 3
 
 
 @pytest.fixture(scope="module")
 def model() -> WithHead:
-    torch.manual_seed(1)
+    seed_all(1)
     backbone = VisionTransformer(**{**SMALL, "depth": 4, "num_classes": 0}, init_values=0.5, reg_tokens=2)
     head = LinearHead(24 * BLOCKS, 5)
     for parameter in (*backbone.parameters(), *head.parameters()):
@@ -30,8 +31,8 @@ def model() -> WithHead:
 
 
 def data(seed: int, count: int = 60) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(40, 3 * 16 * 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = seeded(seed)
+    mix = torch.randn(40, 3 * 16 * 16, generator=seeded(0), dtype=torch.float64)
     return (torch.randn(count, 40, generator=generator, dtype=torch.float64) @ mix / 6).unflatten(1, (3, 16, 16))
 
 

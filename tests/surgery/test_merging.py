@@ -20,6 +20,7 @@ from corp.storage.export.formats import write_format
 from corp.surgery.merged import block_macs, merge_tokens
 from corp.surgery.merging import match, merge, regroup, rows
 from tests.helpers import models
+from tests.helpers.seeds import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 # Where the blocks are, and how many tokens come before the patches.
@@ -73,7 +74,7 @@ def by_brute_force(x: Tensor, sizes: Tensor, keys: Tensor, r: int, prefix: int) 
 
 @pytest.mark.parametrize(("n", "prefix", "r"), [(12, 1, 3), (11, 1, 5), (9, 0, 1), (14, 3, 5), (8, 2, 0)])
 def test_merging_equals_brute_force(n: int, prefix: int, r: int) -> None:
-    draw = torch.Generator().manual_seed(n)
+    draw = seeded(n)
     x, keys = (torch.randn(4, n, 6, generator=draw, dtype=torch.float64) for _ in range(2))
     sizes = torch.randint(1, 5, (4, n), generator=draw).double()
     found = match(keys, r, prefix)
@@ -88,7 +89,7 @@ def test_merging_equals_brute_force(n: int, prefix: int, r: int) -> None:
 
 
 def test_gradients_pass_a_merge() -> None:
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     x = torch.randn(2, 9, 3, generator=draw, dtype=torch.float64, requires_grad=True)
     found = match(x.detach(), 3, 1)
     assert torch.autograd.gradcheck(lambda x: merge(x, x.new_ones(2, 9), found, 1)[0], (x,))
@@ -96,7 +97,7 @@ def test_gradients_pass_a_merge() -> None:
 
 def pairs_of_equals(prefix: int, width: int) -> Tensor:
     """Two samples of prefix tokens and five pairs of equal neighbours."""
-    x = torch.randn(2, prefix + 5, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(2, prefix + 5, width, generator=seeded(3), dtype=torch.float64)
     return torch.cat([x[:, :prefix], x[:, prefix:].repeat_interleave(2, 1)], 1)
 
 
