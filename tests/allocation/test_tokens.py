@@ -17,6 +17,7 @@ from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
 from corp.planning.merging import Merging
 from tests.helpers import models
+from tests.helpers.seeds import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 CLASS_TOKEN = Merging("blocks", (0, 0), 1, read=1)
@@ -103,7 +104,7 @@ def test_the_shape_from_curves_minimises_what_it_says() -> None:
         return (c * shape**4).sum(-1)
 
     found = error(torch.tensor(curve_shape(moved, 4), dtype=torch.float64))
-    draws = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = torch.rand(20_000, 4, generator=seeded(0), dtype=torch.float64)
     assert float(found) <= float(error(draws).min())
 
 

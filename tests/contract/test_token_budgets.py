@@ -13,6 +13,7 @@ import corp
 from corp import CorpError, Recipe
 from corp.planning.plan import Plan
 from corp.refit.tokens import BUDGETS, WIDTHS, width_share
+from tests.helpers.seeds import seeded
 
 SCHEDULE = (4, 6, 6, 6, 4, 0)
 
@@ -22,7 +23,7 @@ def build() -> torch.nn.Module:
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    return [torch.randn(6, 3, 160, 160, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    return [torch.randn(6, 3, 160, 160, generator=seeded(i)) for i in range(count)]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # little data: that fits are weak is said
