@@ -96,7 +96,8 @@ def test_corp_prune_says_where_its_result_can_go(tmp_path: Path) -> None:
     told = run(*start, *budget, "-o", str(tmp_path / "free")).stderr
     assert "exports: onnx, pt2; with --for also transformers, vllm, gguf" in " ".join(told.split())
     told = run(*start, *budget, "--for", "gguf", "-o", str(tmp_path / "small")).stderr
-    assert "exports: compat (heads padded), onnx, pt2, vllm, gguf; with --for also transformers" in " ".join(told.split())
+    possible = "exports: compat (heads padded), onnx, pt2, vllm, gguf; with --for also transformers"
+    assert possible in " ".join(told.split())
     told = run("export", str(tmp_path / "small"), "--to", "gguf", "-o", str(tmp_path / "file")).stderr
     assert "padded" not in told
     assert (tmp_path / "file" / "model.gguf").is_file()
