@@ -160,6 +160,27 @@ def test_blocks_that_are_called_one_by_one_stay_dense() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_features_of_several_blocks_give_every_patch_its_groups_value() -> None:
+    model, batch = models.build("dinov2-registers"), models.batches("dinov2-registers")[0]
+    made: Any = merged(model, (3, 2), "dinov2-registers", unmerge=True)
+    found = made.forward_intermediates(batch, intermediates_only=True, output_fmt="NLC")
+    x = made.patch_embed(batch)
+    x = made._pos_embed(x)
+    sizes, groups = x.new_ones(x.shape[:2]), torch.arange(x.shape[1]).expand(x.shape[:2])
+    for features, block, left in zip(found, made.blocks.children(), (18, 16), strict=True):
+        x, sizes, groups = block(x, sizes=sizes, groups=groups)
+        assert x.shape[1] == left
+        for sample in range(len(batch)):
+            torch.testing.assert_close(features[sample], x[sample, groups[sample]][5:])
+    torch.testing.assert_close(made.forward_features(batch)[:, 5:], made.norm(found[-1]))
+    early = made.forward_intermediates(batch, [0], intermediates_only=True, output_fmt="NLC", stop_early=True)
+    torch.testing.assert_close(early[0], found[0])
+    first, second = made.blocks
+    first(x)
+    with pytest.raises(ModelError, match="unchanged"):
+        second(x)
+
+
 def test_merging_is_replaced_copied_and_pickled() -> None:
     model, batch = models.build("vit"), models.batches("vit")[0]
     once = merged(model, (3, 2))

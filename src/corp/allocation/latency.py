@@ -124,7 +124,7 @@ class Clock:
         multiple = FAST[ROUNDING_KEYS[site.kind]]
         while multiple > 1 and 4 * multiple > site.width:
             multiple //= 2
-        return max(multiple, self.recipe.multiple(site.kind))
+        return max(multiple, self.recipe.multiple(site.kind, site.width))
 
     def _timed(self, dense: nn.Module, other: nn.Module) -> Ratio:
         device = placement(dense)[0].type

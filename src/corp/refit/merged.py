@@ -29,7 +29,7 @@ from corp.refit.repair import READ, correction, split_rows
 from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
 from corp.sites import LinearSite, Sites, ValueSite, at_site, in_float64, projection_at
 from corp.surgery.linear import refill
-from corp.surgery.merged import merge_tokens
+from corp.surgery.merged import merge_tokens, start_groups
 from corp.surgery.merging import rows
 
 SHAKE = 1.0  # noise that is added to an image to see which tokens depend on it
@@ -47,8 +47,8 @@ def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | 
         raise ModelError(f"tokens are merged in one sequence of blocks; this model has {len(parents)}")
     path = parents.pop()
     tokens, prefix = _prefix(model, f"{path}.0", batch, forward)
-    last = Block(f"{path}.{len(names) - 1}", True, (), (), tokens, True)
-    read = tokens_read(model, [last], lambda: run(model, batch, forward))[0].read
+    blocks = [Block(name, number == 0, (), (), tokens, True) for number, name in enumerate(names)]
+    read = tokens_read(model, blocks, lambda: run(model, batch, forward))[0].read
     found = Merging(path, (0,) * len(names), prefix, *((read, False) if read <= prefix else (None, True)))
     _require_outputs(model, found, batch, forward)
     return found
@@ -89,7 +89,7 @@ def _shaken(batch: Any) -> Any:
 
 
 def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forward | None) -> None:
-    """Merging nothing must change nothing, and merging one token per block no shape of the output."""
+    """Merging nothing must change nothing, and merging one token per block the output but not its shape."""
     one = tuple(int(number + 1 < len(found.schedule)) for number in range(len(found.schedule)))
     with torch.no_grad(), evaluating(model):
         dense = list(tensors_in(run(model, batch, forward)))
@@ -103,6 +103,11 @@ def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forw
                     f"the output of {type(model).__name__} is not read from the end of {found.blocks} alone (hidden "
                     "states of other blocks, or attention weights), so its tokens cannot be merged"
                 )
+    if any(one) and all(map(torch.equal, dense, outputs)):
+        raise ModelError(
+            f"{type(model).__name__} calls the blocks of {found.blocks} one by one, where merging is not used, so its "
+            "tokens cannot be merged"
+        )
 
 
 class Stream(NamedTuple):
@@ -114,7 +119,7 @@ class Stream(NamedTuple):
 
 
 def start_of(x: Tensor) -> Stream:
-    return Stream(x, x.new_ones(x.shape[:2]), torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]))
+    return Stream(x, x.new_ones(x.shape[:2]), start_groups(x))
 
 
 def repair_merged(
