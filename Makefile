@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check docs test-real test-lowest test-seeds test-random build bench soak clean
+.PHONY: demo test check docs test-real test-lowest test-seeds test-random build bench soak mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -51,6 +51,9 @@ build: $(VENV)/.installed
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m scripts.soak --out soak.json
+
+mutants: $(VENV)/.installed
+	$(BIN)/python -m scripts.mutants --out mutants.json
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.params
