@@ -100,7 +100,7 @@ class Recipe(Tabular):
     tokens: str | tuple[int, ...] | None = _option(
         None,
         REMOVE,
-        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under --target-macs. "
+        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under a target. "
         "A merged model gives fewer patch tokens to whoever reads them.",
     )
     equal_heads: bool = _option(
@@ -231,8 +231,15 @@ class Recipe(Tabular):
         if self.tokens is None:
             return
         if self.tokens == AUTO:
-            if self.target_macs is None:
-                raise RecipeError("tokens='auto' chooses tokens within target_macs; give it, or a list of numbers")
+            if self.target_params is not None:
+                raise RecipeError(
+                    "tokens='auto' cannot go with target_params: merging saves operations and time, and no parameters"
+                )
+            if not self.has_target:
+                raise RecipeError(
+                    "tokens='auto' chooses tokens within target_macs, target_latency or min_agreement; give one of "
+                    "them, or a list of numbers"
+                )
             return
         given = self.tokens
         if not isinstance(given, list | tuple) or any(isinstance(r, bool) or not isinstance(r, int) for r in given):

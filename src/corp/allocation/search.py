@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from torch import nn
+
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import narrowest
 from corp.calibration.batches import Forward, size_of
@@ -115,7 +117,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
     same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
-    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer)
+    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer, first.given)
     return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
@@ -130,16 +132,20 @@ class Trials:
     advance: Advance
 
     def compare(self, found: Allocation) -> Closeness:
-        model, sites, stats, recipe = self.allocator.model, self.allocator.sites, self.allocator.stats, self.recipe
-        plans = tuple(
-            sketch_site(model, site, found.widths[site.name], stats, recipe, found.paths.get(site.name))
-            for site in sites
-            if found.widths[site.name] < site.width
-        )
-        plan = Plan(recipe, plans, output=sketch_output(self.allocator, found.rank))
-        closeness = self.reference.compare(narrowed_shell(model, sites, plan, stats))
+        closeness = self.reference.compare(sketch_model(self.allocator, self.recipe, found))
         self.advance(1)
         return closeness
+
+
+def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
+    """A model of these widths that shares all tensors it can with the allocator's: for trials."""
+    model, sites, stats = allocator.model, allocator.sites, allocator.stats
+    plans = tuple(
+        sketch_site(model, site, found.widths[site.name], stats, recipe, found.paths.get(site.name))
+        for site in sites
+        if found.widths[site.name] < site.width
+    )
+    return narrowed_shell(model, sites, Plan(recipe, plans, output=sketch_output(allocator, found.rank)), stats)
 
 
 def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
@@ -163,7 +169,7 @@ class _Agreement:
     @property
     def kind(self) -> str:
         """What is searched over: without the shape of the inputs, operations cannot be counted."""
-        return "params" if self.trials.allocator.stats.inputs is None else "macs"
+        return "macs" if self.trials.allocator.counts_macs else "params"
 
     def run(self, wanted: float) -> tuple[Recipe, Allocation]:
         allocator = self.trials.allocator
