@@ -123,7 +123,7 @@ class Allocator:
         head = self.sites.output
         if head is None or share == 0:
             return None
-        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp"))
+        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp", head.inputs))
         return keep if keep * (head.inputs + head.outputs) < head.inputs * head.outputs else None
 
     def spared(self, what: str, rank: int | None) -> int:
@@ -163,10 +163,12 @@ class Allocator:
         return found._replace(why=why | _missed(wanted, measured))
 
     def _within(self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None) -> Allocation:
-        asked = uniform(self.sites, recipe, budget)
+        asked = uniform(self.sites, recipe, budget, queries if recipe.allocate == UNIFORM else None)
         widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
         why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
-        if recipe.allocate != UNIFORM:
+        if recipe.allocate == UNIFORM:
+            why |= {} if queries is None else {"queries": asked.attn}
+        else:
             wanted = query_share(asked.mlp) if queries is None else queries
             power = usual_power(self.curves) if power is None else power
             widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power)

@@ -76,13 +76,15 @@ def one_sample(model: nn.Module, inputs: object) -> Sample:
     return Sample(move(example(inputs, device), device, dtype))
 
 
-def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
-    """The recipe with the smallest shares, equal for all kinds, that meet the budget."""
+def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None = None) -> Recipe:
+    """The recipe with the smallest shares that meet the budget: equal for all kinds, or `queries` of Q/K if it can."""
 
     def fits(share: float) -> bool:
-        return _cost(sites, _equal(recipe, share), budget) <= budget.limit
+        return _cost(sites, _equal(recipe, share, queries), budget) <= budget.limit
 
     low, high = 0.0, ALL
+    if not fits(high) and queries is not None:
+        return uniform(sites, recipe, budget)
     if not fits(high):
         raise PlanError(
             f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
@@ -90,11 +92,11 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
             "raise the target, or skip and override less"
         )
     if fits(low):
-        return _equal(recipe, 0.0)
+        return _equal(recipe, 0.0, queries)
     for _ in range(STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return _equal(recipe, high)
+    return _equal(recipe, high, queries)
 
 
 def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
@@ -102,8 +104,9 @@ def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
     return (_cost(sites, _equal(recipe, ALL), budget) + 0.5) / budget.dense  # so that rounding does not fall below it
 
 
-def _equal(recipe: Recipe, share: float) -> Recipe:
-    return recipe.with_shares(mlp=share, attn=share, vo=share if recipe.equal_heads else recipe.vo)
+def _equal(recipe: Recipe, share: float, queries: float | None = None) -> Recipe:
+    attn = share if queries is None else queries
+    return recipe.with_shares(mlp=share, attn=attn, vo=attn if recipe.equal_heads else recipe.vo)
 
 
 def _cost(sites: Sites, asked: Recipe, budget: Budget) -> int:

@@ -125,7 +125,7 @@ class Clock:
         multiple = FAST[ROUNDING_KEYS[site.kind]]
         while multiple > 1 and 4 * multiple > site.width:
             multiple //= 2
-        return max(multiple, self.recipe.multiple(site.kind))
+        return max(multiple, self.recipe.multiple(site.kind, site.width))
 
 
 def compare_times(sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
