@@ -108,7 +108,7 @@ def test_times_that_cannot_be_had_say_so(clocked: Any) -> None:
         clocked().allocate(Recipe.paper(target_latency=0.1))
     made = clocked()
     made.stats.inputs = None
-    with pytest.raises(CorpError, match="target_latency: the shape"):
+    with pytest.raises(CorpError, match="need the shape"):
         made.allocate(Recipe.paper(target_latency=0.5))
 
 
