@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
@@ -19,6 +21,7 @@ from corp.allocation.tokens import merged_copy
 from corp.calibration import workers
 from corp.calibration.batches import (
     Forward,
+    Live,
     count_samples,
     describe,
     enumerate_batches,
@@ -27,12 +30,14 @@ from corp.calibration.batches import (
     feed,
     move,
     placement,
+    size_of,
     without_cache,
 )
+from corp.calibration.experts import starved, supplied
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
+from corp.errors import CorpWarning, DataError, ModelError, PlanError, StatisticsError
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
@@ -50,7 +55,9 @@ from corp.refit.replay import Block
 from corp.refit.tokens import choose_merging, width_recipe
 from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
+from corp.surgery.experts import pack
 from corp.surgery.merged import merge_tokens
+from corp.surgery.opened import opened
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
 
@@ -87,11 +94,20 @@ class _Dense(NamedTuple):
     weights: str
 
     @classmethod
-    def of(cls, model: nn.Module, recipe: Recipe | None = None) -> _Dense:
-        sites = find_sites(model)
+    def of(cls, model: nn.Module, recipe: Recipe | None = None, run: _Run | None = None) -> _Dense:
+        """What is found in the model, tried out on the first batch of a run if there is one."""
+        apart = opened(model)
+        if apart is not model:
+            set_history(apart, history(model))
+        sites = find_sites(apart) if run is None else find_sites(apart, run.first(), run.forward)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
-        return cls(model, sites, fingerprint(model))
+        return cls(apart, sites, fingerprint(apart))
+
+    def covered(self, stats: Statistics) -> _Dense:
+        """Without sites that the calibration data did not reach."""
+        missing = [s for s in self.sites if not {s.name, getattr(s, "plain_name", s.name)} & set(stats.sums)]
+        return self._replace(sites=self.sites.refusing(missing, "nothing of the calibration data reached it"))
 
     def require(self, claims: Mapping[str, str]) -> None:
         for what, weights in claims.items():
@@ -109,6 +125,12 @@ class _Run(NamedTuple):
     settings: Settings | None
     origin: dict[str, Any] | None
     observer: Observer
+
+    def first(self) -> Any:
+        """The first batch; None if reading it would take it away from the others."""
+        if self.batches is None or isinstance(self.batches, Iterator):
+            return None
+        return next((batch for _, _, batch in enumerate_batches(self.batches, lambda index: index == 0)), None)
 
 
 def calibrate(
@@ -131,15 +153,18 @@ def calibrate(
     process takes its share of the batches. `settings` says how many tokens, how much memory; `origin` is a
     record of where model and data came from.
     """
-    return _calibrate(_Dense.of(model), _Run(batches, forward, settings, origin, observer or SILENT), out=out)
+    run = _Run(batches, forward, settings, origin, observer or SILENT)
+    return _calibrate(_Dense.of(model, None, run), run, out=out)
 
 
 def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
     """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
-    dense = _Dense.of(model, recipe)
+    dense = _Dense.of(model).covered(stats)
+    require_prunable(dense.sites, recipe)
     dense.require({"statistics": stats.weights})
     _refuse_refit(recipe)
-    found = Allocator(model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
+    stats = supplied(stats, dense.sites)
+    found = Allocator(dense.model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
     made = _plan(dense, stats, recipe, found, observer or SILENT)
     _warn_of_notes(made)
     return made
@@ -150,7 +175,7 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     dense = _Dense.of(model)
     dense.require({"statistics": stats.weights, "plan": plan.weights})
     _refuse_refit(plan.recipe)
-    return _apply(dense, stats, plan)
+    return _packed(_apply(dense, supplied(stats, dense.sites), plan))
 
 
 def repair(
@@ -170,8 +195,9 @@ def repair(
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
     dense = _Dense.of(model)
     dense.require({"plan": result.plan.weights})
-    blocks = find_blocks(model, dense.sites, recipe, batches, forward)
-    return _repair(dense, result, batches, recipe, blocks, forward, observer or SILENT)
+    blocks = find_blocks(dense.model, dense.sites, recipe, batches, forward)
+    result = replace(result, model=opened(result.model))
+    return _packed(_repair(dense, result, batches, recipe, blocks, forward, observer or SILENT))
 
 
 def prune(
@@ -207,9 +233,10 @@ def prune(
     watch = observer or (Bars() if progress else SILENT)
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
-    dense = _Dense.of(model, recipe)
     run = _Run(batches, forward, settings, origin, watch)
-    return _prune(dense, run, recipe, stats) if recipe.tokens is None else _prune_merged(dense, run, recipe, stats)
+    dense = _Dense.of(model, recipe, run)
+    way = _prune if recipe.tokens is None else _prune_merged
+    return _packed(way(dense, run, recipe, stats))
 
 
 def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -227,7 +254,8 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         else:
             dense.require({"statistics": stats.weights})
             _collect(held, batches)
-        stats = watch.calibrated(stats)
+        stats = supplied(watch.calibrated(stats), dense.sites)
+        stats = replace(stats, inputs=_countable(model, stats.inputs, run))
         chosen, found = _choose_widths(dense, stats, recipe, held, forward, watch)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
@@ -342,6 +370,7 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
+    made = made.noting(*starved(stats, narrower))
     return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 
@@ -384,6 +413,18 @@ def _repair(
     return replace(result, model=work.smaller, plan=made, report=replace(result.report, plan=made))
 
 
+def _packed(result: Result) -> Result:
+    """The result with experts packed as its library has them, as far as they are alike."""
+    if left := pack(result.model):
+        warnings.warn(
+            f"{left[0]}: its experts have different widths or new biases, so they cannot be packed and run one by one"
+            + (f"; so do {len(left) - 1} more" if len(left) > 1 else ""),
+            CorpWarning,
+            stacklevel=3,
+        )
+    return result
+
+
 def _warn_of_notes(plan: Plan) -> None:
     """Say what was done otherwise than asked, as a warning where the caller's own line is."""
     for note in plan.notes:
@@ -402,6 +443,19 @@ def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str
     device, dtype = placement(dense)
     if inputs is not None and device.type != "meta":
         batch = move(example(inputs, device), device, dtype)
-        with evaluating(dense), evaluating(smaller):
-            costs["macs"] = tuple(count_macs(model, batch) for model in pair)
+        with evaluating(dense), evaluating(smaller), suppress(ModelError):  # of inputs that have to fit each other
+            costs["macs"] = tuple(count_macs(model, batch) // size_of(batch) for model in pair)
     return costs
+
+
+def _countable(model: nn.Module, inputs: Any, run: _Run) -> Any:
+    """What operations are counted on: zeros in the shape of a sample, or a batch of the run if those do not do."""
+    try:
+        if inputs is not None:
+            with torch.no_grad(), evaluating(model):
+                feed(model, example(inputs, placement(model)[0]))
+            return inputs
+    except Exception:  # of the model's own code
+        pass
+    first = run.first()
+    return inputs if first is None else Live(first, run.forward)
