@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -18,18 +17,8 @@ MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
-@dataclass(frozen=True)
-class Live:
-    """A batch of the user's own where none can be made from its shapes: inputs that have to fit each other."""
-
-    batch: Any
-    forward: Forward | None = None
-
-
 def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """tensor -> model(x); dict -> model(**x); of a tuple or list only the first element, never the labels."""
-    if isinstance(batch, Live):
-        return feed(model, batch.batch, batch.forward)
     if forward is not None:
         return forward(model, batch)
     batch = inputs_of(batch)
@@ -102,7 +91,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 def size_of(batch: Any) -> int:
     """Samples in a batch: the length of its first tensor; 1 where that cannot be told."""
-    batch = inputs_of(batch.batch if isinstance(batch, Live) else batch)
+    batch = inputs_of(batch)
     values = list(batch.values()) if isinstance(batch, Mapping) else [batch]
     first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
     return 1 if first is None else len(first)
@@ -163,9 +152,7 @@ def is_description(raw: Any, *, inside: bool = False) -> bool:
 
 
 def example(description: Any, device: torch.device) -> Any:
-    """A batch of zeros that fits the description; masks are ones, so that nothing is hidden. A live one is itself."""
-    if isinstance(description, Live):
-        return description
+    """A batch of zeros that fits the description; masks are ones, so that nothing is hidden."""
     if "fields" in description:
         fields = {key: example(value, device) for key, value in description["fields"].items()}
         return {key: value.fill_(1) if key.endswith("attention_mask") else value for key, value in fields.items()}

@@ -21,7 +21,7 @@ from corp.report.sweeps import METRICS, decimals, lines, number, percents
 from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
 
 DEMO = "demo.json"
-DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
+DEMO_LABELS = {"corp": "corp, the default", "paper": "the paper's recipe", "none": "no compensation"}
 WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp sweep, or a folder of corp demo"
 
 
@@ -99,7 +99,7 @@ def sweep_study(name: str, rows: Any) -> Study:
 
 
 def demo_study(content: Mapping[str, Any]) -> Study:
-    """The content of demo.json: accuracy with the three ways of compensating."""
+    """The content of demo.json: accuracy of the default, the paper's recipe, and no compensation."""
     rows, dense = content.get("rows"), number(content.get("dense"))
     if not isinstance(rows, list) or dense is None or not all(isinstance(row, dict) for row in rows):
         raise StorageError("the demo's numbers are not complete: 'dense' and 'rows' are needed; run corp demo again")

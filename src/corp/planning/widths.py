@@ -22,7 +22,7 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
 
 def multiple_of(site: Site, recipe: Recipe) -> int:
     """What a site's width is a multiple of: grouped kernels, which run packed experts, want 16 bytes."""
-    asked = recipe.multiple(site.kind)
+    asked = recipe.multiple(site.kind, site.width)
     return math.lcm(asked, EXPERTS) if isinstance(site, MLPSite) and site.experts else asked
 
 
