@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from corp.cli import arguments as a
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError
+from corp.errors import DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ def prune(
     recipe: Recipe,
     collection: a.Collection,
     deployment: a.Deployment,
-    out: a.OutFolder,
+    out: Annotated[
+        Path | None,
+        a.option("Folder to write; it must not exist. Required, unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
+    ] = None,
     stats: a.Stats = None,
     eval_data: Annotated[
         list[Path] | None,
@@ -43,6 +46,9 @@ def prune(
         int | None,
         a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
     ] = None,
+    dry_run: Annotated[
+        bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
+    ] = False,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
@@ -53,7 +59,10 @@ def prune(
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
 
-    inputs.require_output(out, overwrite=overwrite)
+    if out is None and not dry_run:
+        raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
+    if out is not None:
+        inputs.require_output(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} does not exist")
     for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
@@ -64,12 +73,16 @@ def prune(
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)
-    dense = inputs.opened(source, recipe)
-    inputs.warn_of_little_space(out, dense)
+    dense = inputs.opened(source)
     batches = None if known else inputs.batches_of(dense, source)
-    data = f"the statistics in {stats}" if batches is None else inputs.amount(batches)
-    note(f"pruning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {data}")
     origin = None if known else inputs.origin_of(source, dense, batches)
+    if out is None or dry_run:
+        made = api.estimate(dense, batches, recipe, stats=known, settings=settings, origin=origin)
+        show_json(made.to_dict()) if json else show_table(*made.table())
+        for line in made.advice():
+            note(in_flags(line))
+        return
+    inputs.warn_of_little_space(out, dense)
     watch = DeploymentWatch(source, dense, deployment, settings)
     result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
     inputs.tell_skipped(batches)
@@ -90,7 +103,7 @@ def prune(
         return
     if show:
         show()
-    note(f"{gained(result.report)}; saved to {out}, load it with corp.load({str(out)!r})")
+    note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
 def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, overwrite: bool) -> None:
@@ -125,15 +138,12 @@ def before_and_after(
 
 def show_report(report: Report) -> None:
     from corp.planning.plan import COLUMNS
-    from corp.planning.report import TOTALS
+    from corp.planning.report import STAGES, TOTALS
     from corp.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
+    if stages := report.stages():
+        show_table("estimate and outcome", STAGES, stages)
     for line in explained(report.plan.why):
         note(line)
-
-
-def gained(report: Report) -> str:
-    """What pruning gained, in one line."""
-    return ", ".join(f"{before} -> {after} {what} (x {ratio})" for what, before, after, ratio in report.totals())
