@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,17 +59,19 @@ def perplexity(model: nn.Module, batches: text.TextBatches) -> float:
 def sequences(ids: list[int], length: int) -> text.TextBatches:
     """Token ids, cut every `length`."""
     spans = [text.Span(start, start + length, start + 1) for start in range(0, len(ids) - length + 1, length)]
-    return text.TextBatches(array("i", ids), spans, pad=0, batch_size=4, description=f"{len(spans)} x {length} tokens")
+    return text.TextBatches(
+        torch.tensor(ids, dtype=torch.int32), spans, pad=0, batch_size=4, description=f"{len(spans)} x {length} tokens"
+    )
 
 
 def recipes() -> Iterator[tuple[str, Recipe]]:
     """Every preset at every size; MLP sparsities are those that leave the share of the parameters."""
     for share in SHARES:
-        yield f"best, {share:g}", Recipe(preset="best", target_params=share)
-        yield f"uniform, {share:g}", Recipe(preset="best", target_params=share, allocate="uniform")
+        yield f"default, {share:g}", Recipe(target_params=share)
+        yield f"uniform, {share:g}", Recipe(target_params=share, allocate="uniform")
         mlp = round((1 - share) * PARAMS / MLPS, 4)
         for preset in ("paper", "magnitude", "wanda", "vbp", "flap", "grail"):
-            yield f"{preset}, {share:g}", Recipe(preset=preset, mlp=mlp)
+            yield f"{preset}, {share:g}", Recipe.preset(preset, mlp=mlp)
 
 
 def peer(share: float, wikitext: float) -> dict[str, float]:

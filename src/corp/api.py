@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +14,16 @@ from torch import nn
 
 from corp.adapters.registry import find_sites
 from corp.allocation.allocator import Allocation, Allocator
-from corp.allocation.budget import one_sample
+from corp.allocation.budget import Sample, one_sample
+from corp.allocation.latency import compare_times
 from corp.allocation.search import samples_needed, search, usual_trials
-from corp.allocation.tokens import merged_copy
+from corp.allocation.tokens import Operations, count_operations, first_sample, merged_copy
 from corp.calibration import workers
 from corp.calibration.batches import (
     Forward,
     count_samples,
-    describe,
     enumerate_batches,
     evaluating,
-    example,
     feed,
     move,
     placement,
@@ -33,6 +33,7 @@ from corp.calibration.holdout import HeldBatches, HoldOut, batch_count
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
+from corp.measure.closeness import Reference
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed
@@ -45,18 +46,18 @@ from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
 from corp.planning.widths import require_prunable
-from corp.recipe import GAIN, Recipe
-from corp.refit.merged import repair_merged
+from corp.recipe import AUTO, GAIN, Recipe
+from corp.refit.merged import find_merging, repair_merged
 from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, samples_wanted, why_not
 from corp.refit.replay import Block
-from corp.refit.tokens import choose_merging, width_recipe
+from corp.refit.tokens import JUDGED_AT, WIDTHS, Joint, fast_schedule, given_merging, start_schedule, widths_at
+from corp.refit.tokens import samples_needed as samples_for_tokens
 from corp.sites import AttentionSite, OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
 from corp.surgery.merged import merge_tokens
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
 
-MERGING_SAMPLES = 64  # held-out samples on which schedules of merged tokens are compared
 ROUNDS = 4  # times that widths of a merged model are made smaller if they are over the budget
 
 
@@ -250,10 +251,13 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
             dense.require({"statistics": stats.weights})
             _collect(held, batches)
         stats = watch.calibrated(stats)
-        chosen, found = _choose_widths(dense, stats, recipe, held, forward, watch)
+        counted = None  # statistics say what the model takes, unless it goes through forward=...
+        if forward is not None and (batches is not None and not isinstance(batches, Iterator)):
+            counted = _sample(model, _first_batch(batches), forward)
+        chosen, found = _choose_widths(dense, stats, recipe, held, counted, run)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
-        result = _apply(dense, stats, planned, watch)
+        result = _apply(dense, stats, planned, counted, watch)
         return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
 
 
@@ -264,17 +268,23 @@ def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | 
         raise DataError("tokens are merged before calibration: give batches as a list or a loader, and no statistics")
     blocks, reason = why_not(dense.model, dense.sites, recipe, batches, forward)
     run.observer.estimate(lambda: _estimate(dense, run, recipe, None, blocks))
-    held = HeldBatches(HoldOut.of(batches), MERGING_SAMPLES)
+    held = HeldBatches(HoldOut.of(batches), samples_for_tokens(recipe))
     _collect(held, batches)
-    some = held.batches or [next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))]
-    merging, record = choose_merging(dense.model, dense.sites, recipe, some, forward)
-    merged = merged_copy(dense.model, replace(merging, read=None))  # the last block whole: widths see all tokens
-    known = dense._replace(model=merged)  # merging moves no site and changes no weight
-    pruned = _prune_widths(known, run, recipe, merging, record["cost"])
-    plan = Plan(recipe, (), dense.weights, count_samples(batches) or 0) if pruned is None else pruned.plan
-    smaller, why = merged if pruned is None else pruned.model, {**plan.why, "tokens": record}
+    first = held.batches[0] if held.batches else _first_batch(batches)
+    free = find_merging(dense.model, dense.sites, first, forward)
+    known = _Tokens(
+        free, count_operations(dense.model, first, free, forward), held.batches or [first], bool(held.batches)
+    )
+    found = (_merge_within if recipe.tokens == AUTO else _merge_given)(dense, run, recipe, known)
+    if found is None:
+        note = "tokens were not merged: a model that merges them takes longer here than one that does not"
+        result = _prune(dense, run, replace(recipe, tokens=None), None)
+        return replace(result, plan=result.plan.noting(note))
+    smaller, plan, merging, record = found
+    why = {**plan.why, "tokens": {**record, "cost": known.operations.share(smaller, merging)}}
     if blocks:
         passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, plan.samples, forward)
+        merge_tokens(smaller, replace(merging, read=None))
         with run.observer.stage("refitting", len(blocks), "blocks") as advance:
             layers = repair_merged(dense.model, smaller, blocks, passages, recipe, advance)
         why["refit"] = {"samples": sum(p.samples for p in passages), "read": {}, "layers": layers}
@@ -282,31 +292,113 @@ def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | 
     made = replace(plan, recipe=recipe, why=why, merging=merging)
     made = made.noting(f"the model was not refitted: {reason}") if reason else made
     set_history(smaller, (*history(dense.model), made))
-    first = describe(move(some[0], *placement(dense.model))) if forward is None else None
-    return Result(smaller, made, Report(made, **_before_after(dense.model, smaller, first)), dict(run.origin or {}))
+    costs = _before_after(dense.model, smaller, _sample(dense.model, first, forward))
+    return Result(smaller, made, Report(made, **costs), dict(run.origin or {}))
 
 
-def _prune_widths(merged: _Dense, run: _Run, recipe: Recipe, merging: Merging, cost: float) -> Result | None:
-    """Prune the widths of the merged model to what the budget leaves them; None if tokens have paid it all.
+class _Tokens(NamedTuple):
+    """Where tokens of a model can be merged, what that saves, and batches that schedules are tried on."""
 
-    The last block, which in the end computes only what is read, weighs less then than while widths are chosen, so the
-    result is counted, and made smaller if it is over the budget.
-    """
-    asked = width_recipe(recipe, cost)
-    if asked is None:
-        return None
+    free: Merging
+    operations: Operations
+    held: list[Any]
+    apart: bool  # are they left out of the fitted part of the sums?
+
+
+class _Merged(NamedTuple):
+    """A model whose blocks merge tokens, the plan of its widths, the merging to put in, and its record."""
+
+    model: nn.Module
+    plan: Plan
+    merging: Merging
+    record: dict[str, Any]
+
+
+def _merge_given(dense: _Dense, run: _Run, recipe: Recipe, tokens: _Tokens) -> _Merged:
+    """The schedule as given, and widths that meet the rest of the budget or are given too."""
+    assert isinstance(recipe.tokens, tuple)
+    merging, target = given_merging(tokens.free, recipe.tokens), recipe.target_macs
+    merged = _whole(dense, merging)
+    share = 1.0 if target is None else target / tokens.operations.share(dense.model, merging)
+    widths = recipe.has_target or recipe.mlp or recipe.attn or recipe.vo or recipe.overrides
+    pruned = None
+    if widths if target is None else share < 1:
+        stats = _calibrate(merged, run)
+        asked = replace(recipe, tokens=None, sequential=False, sequential_samples=None)
+        for _ in range(ROUNDS):
+            pruned = _prune(merged, run, asked if target is None else replace(asked, target_macs=share), stats)
+            # The last block will compute only what is read, so it weighs less than it did while widths were chosen.
+            over = 1.0 if target is None else tokens.operations.share(pruned.model, merging) / target
+            if over <= 1:
+                break
+            share /= over**1.1
+    return _merged(merged, run, recipe, pruned, merging, {})
+
+
+def _merge_within(dense: _Dense, run: _Run, recipe: Recipe, tokens: _Tokens) -> _Merged | None:
+    """Tokens and widths as a target asks for; None if merging them is no faster than leaving them."""
+    model, (free, operations, held, _) = dense.model, tokens
+    if recipe.target_latency is not None:
+        return _merge_in_time(dense, run, recipe, tokens)
+    target = recipe.target_macs or JUDGED_AT
+    start = start_schedule(model, free, target, held, run.forward)
+    record: dict[str, Any] = {"schedules": list(start.tried)}
+    merged = _whole(dense, start.merging)
+    if recipe.target_macs is not None and not any(start.merging.schedule):
+        return _merged(merged, run, recipe, None, operations.fit(model, free, start.shape, target), record)
     stats = _calibrate(merged, run)
-    sample = None if stats.inputs is None else one_sample(merged.model, stats.inputs, "target_macs")
-    for _ in range(ROUNDS):
-        result = _prune(merged, run, asked, stats)
-        if recipe.target_macs is None or asked.target_macs is None or sample is None:
-            break
-        before, after = (count_macs(merged_copy(model, merging), sample) for model in (merged.model, result.model))
-        over = after / before * cost / recipe.target_macs
-        if over <= 1:
-            break
-        asked = replace(asked, target_macs=asked.target_macs / over**1.1)
-    return result
+    sample = None if run.forward is None else _sample(model, held[0], run.forward)
+    fitted = stats.fitted() if tokens.apart else stats
+    allocator = Allocator(merged.model, dense.sites, fitted, widths_at(recipe, WIDTHS), run.observer, sample)
+    joint = Joint(allocator, free, start.shape, operations, Reference(model, held, run.forward))
+    if recipe.min_agreement is not None:
+        target, widths = joint.lowest_target(recipe.min_agreement)
+    else:
+        widths = joint.best_widths(target)
+    pruned = None if widths >= 1 else _prune(merged, run, widths_at(recipe, widths), stats)
+    smaller = merged.model if pruned is None else pruned.model
+    merging = joint.fit(smaller, max(target, joint.least(smaller)))
+    return _merged(merged, run, recipe, pruned, merging, {**record, "widths": widths, "tried": joint.tried})
+
+
+def _merge_in_time(dense: _Dense, run: _Run, recipe: Recipe, tokens: _Tokens) -> _Merged | None:
+    """Tokens and then widths within a measured time; None if a model that merges tokens is no faster."""
+    assert recipe.target_latency is not None
+    model, (free, operations, held, _) = dense.model, tokens
+    start = start_schedule(model, free, recipe.target_latency, held, run.forward)
+    timer = partial(compare_times, _sample(model, held[0], run.forward))
+    found = fast_schedule(model, free, start.shape, operations, recipe.target_latency, timer)
+    if found.time >= 1:
+        return None
+    merged, share = _whole(dense, found.merging), recipe.target_latency / found.time
+    pruned = None if share >= 1 else _prune(merged, run, widths_at(recipe, share, "target_latency"), None)
+    record = {"schedules": list(start.tried), "time": found.time}
+    return _merged(merged, run, recipe, pruned, found.merging, record)
+
+
+def _whole(dense: _Dense, merging: Merging) -> _Dense:
+    """The merged model with its last block whole, so that widths see all tokens; sites and weights are the same."""
+    return dense._replace(model=merged_copy(dense.model, replace(merging, read=None)))
+
+
+def _merged(
+    merged: _Dense, run: _Run, recipe: Recipe, pruned: Result | None, merging: Merging, record: dict[str, Any]
+) -> _Merged:
+    record = {"schedule": list(merging.schedule), **record}
+    if pruned is not None:
+        return _Merged(pruned.model, pruned.plan, merging, record)
+    return _Merged(
+        merged.model, Plan(recipe, (), merged.weights, count_samples(run.batches or ()) or 0), merging, record
+    )
+
+
+def _first_batch(batches: Iterable[Any]) -> Any:
+    return next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))
+
+
+def _sample(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
+    """The first sample of a batch, to count operations on."""
+    return Sample(first_sample(batch if forward is not None else move(batch, *placement(model))), forward)
 
 
 def _estimate(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None, blocks: list[Block]) -> Estimate:
@@ -392,13 +484,13 @@ def _choose_widths(
     stats: Statistics,
     recipe: Recipe,
     held: HeldBatches | None,
-    forward: Forward | None,
-    observer: Observer,
+    sample: Sample | None,
+    run: _Run,
 ) -> tuple[Recipe, Allocation]:
     """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
     tried = held.batches if held else []
-    allocator = Allocator(dense.model, dense.sites, stats.fitted() if tried else stats, recipe, observer)
-    return search(allocator, tried, forward)
+    used = stats.fitted() if tried else stats
+    return search(Allocator(dense.model, dense.sites, used, recipe, run.observer, sample), tried, run.forward)
 
 
 def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
@@ -426,12 +518,16 @@ def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPl
     return plan_output(head, rank, linear, moments, spectrum_of(linear, moments))
 
 
-def _apply(dense: _Dense, stats: Statistics, plan: Plan, observer: Observer = SILENT) -> Result:
+def _apply(
+    dense: _Dense, stats: Statistics, plan: Plan, sample: Sample | None = None, observer: Observer = SILENT
+) -> Result:
     with observer.stage("checking", len(plan.sites), "sites") as advance:
         smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
         require_agreement(verify(dense.model, smaller, dense.sites, stats, plan, advance))
     set_history(smaller, (*history(dense.model), plan))
-    return Result(smaller, plan, Report(plan, **_before_after(dense.model, smaller, stats.inputs)), stats.origin)
+    if sample is None and stats.inputs is not None:
+        sample = one_sample(dense.model, stats.inputs)
+    return Result(smaller, plan, Report(plan, **_before_after(dense.model, smaller, sample)), stats.origin)
 
 
 def _repair(
@@ -448,8 +544,7 @@ def _repair(
     work = Repair(dense.model, copy.deepcopy(result.model), recipe)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)
-    first = next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))
-    require_whole(work.smaller, blocks[-1], end, lambda: feed(work.smaller, first, forward))
+    require_whole(work.smaller, blocks[-1], end, lambda: feed(work.smaller, _first_batch(batches), forward))
     samples = sum(passage.samples for passage in passages)
     record = {"samples": samples, "read": {block.name: block.read for block in blocks if block.ends}}
     why = {**result.plan.why, "refit": {**record, "layers": work.corrected}}
@@ -469,13 +564,11 @@ def _refuse_refit(recipe: Recipe) -> None:
         raise PlanError("sequential=True needs the data, not its statistics alone: use corp.prune")
 
 
-def _before_after(dense: nn.Module, smaller: nn.Module, inputs: Any) -> dict[str, Any]:
-    """Parameters, and operations for one sample if the shape of the input is known."""
+def _before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) -> dict[str, Any]:
+    """Parameters, and operations for one sample if there is one."""
     pair = (dense, smaller)
     costs: dict[str, Any] = {"params": tuple(map(count_params, pair)), "macs": None}
-    device, dtype = placement(dense)
-    if inputs is not None and device.type != "meta":
-        batch = move(example(inputs, device), device, dtype)
+    if sample is not None and placement(dense)[0].type != "meta":
         with evaluating(dense), evaluating(smaller):
-            costs["macs"] = tuple(count_macs(model, batch) for model in pair)
+            costs["macs"] = tuple(count_macs(model, *sample) for model in pair)
     return costs

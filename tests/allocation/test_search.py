@@ -188,8 +188,9 @@ def test_pruning_goes_as_far_as_agreement_allows() -> None:
 def test_without_the_shape_of_inputs_parameters_are_searched() -> None:
     model, data = build("vit"), batches("vit", 6, 10)
     recipe = Recipe.paper(min_agreement=0.5)
-    result = corp.prune(model, [{"x": batch} for batch in data], recipe, forward=lambda m, b: m(b["x"]))
-    assert "target_params" in result.plan.why["agreement"]["steps"][0]
+    for given, searched in ((iter(data), "target_params"), (data, "target_macs")):
+        result = corp.prune(model, given, recipe, forward=lambda m, x: m(x))
+        assert searched in result.plan.why["agreement"]["steps"][0]
 
 
 @pytest.mark.parametrize("agreement", [0.3, 1.0])

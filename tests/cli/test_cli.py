@@ -21,13 +21,14 @@ import corp
 from corp.adapters import registry
 from corp.cli.sweep import parse_range
 from tests.helpers.command import content, failure, run
+from tests.helpers.seeds import seed_all, seeded
 
 MODEL = "test_vit"  # six blocks of 64 channels
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
+    seed_all(0)
     path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
     save_file(timm.create_model(MODEL).state_dict(), path)
     return path
@@ -37,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
     for i in range(4):
-        noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=seeded(i))
         Image.fromarray(noise.numpy()).resize((240, 240)).save(folder / f"{i}.png")
     return folder
 

@@ -22,6 +22,7 @@ from corp.data.documents import in_order, open_documents
 from corp.errors import CorpWarning, DataError, ModelError
 from corp.recipe import Recipe
 from tests.helpers.command import failure
+from tests.helpers.seeds import seeded
 
 SPELLED = {
     "sequential=True needs the data: use corp.prune": "--sequential needs the data: use corp prune",
@@ -105,7 +106,7 @@ def test_weights_of_another_model_are_told_with_its_name(tmp_path: Path) -> None
 
 def _image(path: Path, values: int) -> Path:
     path.parent.mkdir(exist_ok=True)
-    grey = torch.randint(values, (48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    grey = torch.randint(values, (48, 48), dtype=torch.uint8, generator=seeded(0))
     Image.fromarray(grey.numpy()).save(path)
     return path
 

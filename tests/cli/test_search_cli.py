@@ -17,6 +17,7 @@ from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
 from corp.surgery.apply import history
 from tests.helpers.command import content, failure, run
+from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 MODEL = "test_vit"
@@ -24,7 +25,7 @@ MODEL = "test_vit"
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
+    seed_all(0)
     path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
     model = timm.create_model(MODEL)
     with torch.no_grad():
@@ -37,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pictures(folder: Path, count: int, *, dark: bool) -> Path:
     for i in range(count):
-        noise = torch.randint(0, 255, (20, 20, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        noise = torch.randint(0, 255, (20, 20, 3), dtype=torch.uint8, generator=seeded(i))
         noise = noise // 16 if dark else noise
         Image.fromarray(noise.numpy()).resize((176, 176)).save(folder / f"{i}.png")
     return folder

@@ -26,6 +26,7 @@ from corp.adapters import torchvision_import
 from corp.errors import CorpWarning
 from tests.helpers import hf_folders
 from tests.helpers.command import run
+from tests.helpers.seeds import seeded
 
 PAGES = Path(__file__).parents[2] / "docs" / "start"
 BLOCK = re.compile(
@@ -112,7 +113,7 @@ def free_port() -> str:
 
 def photos(folder: Path, count: int) -> None:
     folder.mkdir()
-    draw = torch.Generator().manual_seed(count)
+    draw = seeded(count)
     for number in range(count):
         pixels = torch.randint(0, 256, (20, 20, 3), generator=draw, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(folder / f"{number:02}.png")

@@ -26,6 +26,7 @@ from corp.sites import fingerprint, projection_of
 from corp.surgery.linear import refill
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
+from tests.helpers.seeds import seed_all, seeded
 
 HALF: dict[str, Any] = {"mlp": 0.5, "attn": 0.5, "vo": 0.5, "rank": "exact"}
 ROTARY = ("llama", "llama-biased", "qwen2", "phi", "gpt-neox")  # the last two run attention and MLP side by side
@@ -232,7 +233,7 @@ def test_layers_that_keep_their_width_make_up_for_others() -> None:
 
 def test_padding_is_not_data() -> None:
     model = models.build("hf-opt")
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     ids = torch.randint(3, 50, (12, 9), generator=generator)
     real = torch.ones_like(ids)
     plain = {"input_ids": ids, "attention_mask": real}
@@ -386,7 +387,7 @@ def test_recipes_that_make_no_sense(fields: dict[str, Any], reason: str) -> None
 
 
 def test_saved_models_load(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
     data = [torch.randn(8, 3, 32, 32) for _ in range(2)]
     result = corp.prune(model, data, Recipe.paper(**{**HALF, "rank": "combined"}, sequential=True))
@@ -397,7 +398,7 @@ def test_saved_models_load(tmp_path: Path) -> None:
 
 
 def test_layer_scales_are_found() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x, a, b = (torch.randn(5, 7, 4, generator=generator) for _ in range(3))
     scale = torch.tensor([0.5, 1e-3, 0.0, -2.0])
     ones = stream_scales(x, x + a + b, [a, b])

@@ -132,7 +132,7 @@ def fixed_widths(sites: Sites, recipe: Recipe, queries: float) -> dict[str, int]
 
 
 def _option(site: Site, curve: Curve, budget: Budget, recipe: Recipe, equal: int, power: float) -> Option:
-    multiple = recipe.multiple(site.kind)
+    multiple = recipe.multiple(site.kind, site.width)
     least, most = recipe.limits(site.kind, site.name)
     floor = max(1, min(round(LEAST * site.width), equal))
     if most < 1:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
+
+from torch import nn
 
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import narrowest
@@ -20,7 +23,7 @@ from corp.measure.intervals import Interval
 from corp.observer import Advance
 from corp.planning.output import OutputPlan, plan_output
 from corp.planning.plan import Plan
-from corp.planning.planners import sketch_site
+from corp.planning.planners import pairs_of_all, sketch_site
 from corp.recipe import UNIFORM, Recipe
 from corp.sites import Sites, projection_at
 from corp.surgery.apply import narrowed_shell
@@ -127,7 +130,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
     same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
-    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer)
+    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer, first.given)
     return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
@@ -142,16 +145,21 @@ class Trials:
     advance: Advance
 
     def compare(self, found: Allocation) -> Closeness:
-        model, sites, stats, recipe = self.allocator.model, self.allocator.sites, self.allocator.stats, self.recipe
-        plans = tuple(
-            sketch_site(model, site, found.widths[site.name], stats, recipe, found.paths.get(site.name))
-            for site in sites
-            if found.widths[site.name] < site.width
-        )
-        plan = Plan(recipe, plans, output=sketch_output(self.allocator, found.rank))
-        closeness = self.reference.compare(narrowed_shell(model, sites, plan, stats))
+        closeness = self.reference.compare(sketch_model(self.allocator, self.recipe, found))
         self.advance(1)
         return closeness
+
+
+def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
+    """A model of these widths that shares all tensors it can with the allocator's: for trials."""
+    model, sites, stats = allocator.model, allocator.sites, allocator.stats
+    pairs, paths = pairs_of_all(sites, found.widths, stats, recipe), found.paths
+    plans = tuple(
+        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), pairs.get(site.name))
+        for site in sites
+        if (keep := found.widths[site.name]) < site.width
+    )
+    return narrowed_shell(model, sites, Plan(recipe, plans, output=sketch_output(allocator, found.rank)), stats)
 
 
 def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
@@ -175,7 +183,7 @@ class _Agreement:
     @property
     def kind(self) -> str:
         """What is searched over: without the shape of the inputs, operations cannot be counted."""
-        return "params" if self.trials.allocator.stats.inputs is None else "macs"
+        return "macs" if self.trials.allocator.counts_macs else "params"
 
     def run(self, wanted: float) -> tuple[Recipe, Allocation]:
         allocator = self.trials.allocator
@@ -248,6 +256,8 @@ class _Split:
         allocator, recipe = self.trials.allocator, self.trials.recipe
         first = allocator.allocate(recipe)
         why = first.why["allocation"]
+        if recipe.allocate == UNIFORM:
+            return self.run_uniform(why["equal_share"])
         start, usual = why["queries"], why["power"]
         power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
         self.output = self.best_output(start, power)
@@ -257,7 +267,14 @@ class _Split:
         record = {"rule": {"queries": start, "power": usual}, "samples": self.trials.samples, "tried": self.tried}
         return best._replace(why={**best.why, "split": record})
 
-    def at(self, queries: float, power: float) -> Allocation:
+    def run_uniform(self, start: float) -> Allocation:
+        """One share for all MLPs and one for all heads."""
+        at = partial(self.at, power=None)
+        queries = climb(lambda share: self.measure(at(share)), start, QUERY_STEP, (0.0, MOST_QUERIES))
+        record = {"rule": {"queries": start}, "samples": self.trials.samples, "tried": self.tried}
+        return (best := at(queries))._replace(why={**best.why, "split": record})
+
+    def at(self, queries: float, power: float | None) -> Allocation:
         return self.trials.allocator.allocate(self.trials.recipe, queries, power, self.output)
 
     def best_output(self, queries: float, power: float) -> float:
@@ -282,7 +299,8 @@ class _Split:
             self.known[widths] = divergence.value
             how = {key: why[key] for key in ("queries", "power") if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": divergence.value, **_ends(divergence)})
-            name = f"{how['queries']:.1%} of Q/K, power {how['power']:g}" if "power" in how else "equal shares"
+            name = f"{how['queries']:.1%} of Q/K" if "queries" in how else "equal shares"
+            name += f", power {how['power']:g}" if "power" in how else ""
             if found.rank is not None:
                 self.tried[-1]["output_rank"], name = found.rank, f"{name}, output head of rank {found.rank}"
             self.trials.allocator.observer.note(f"{name}: divergence {described(divergence)}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from corp.cli import arguments as a
 from corp.cli.console import command, in_flags, note, progress, show_json, show_table
@@ -34,6 +34,16 @@ def prune(
         a.option("Folder to write; it must not exist. Required, unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
     ] = None,
     stats: a.Stats = None,
+    program: Annotated[
+        Literal["transformers", "vllm", "gguf", "onnx"] | None,
+        a.option(
+            "Choose options that this program can hold: one width for all layers (transformers), for all heads (and "
+            "vllm, gguf). corp export writes it.",
+            a.REMOVE,
+            "--for",
+            show_default=False,
+        ),
+    ] = None,
     eval_data: Annotated[
         list[Path] | None,
         a.option(
@@ -58,6 +68,7 @@ def prune(
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
+    from corp.storage.export.possible import recipe_for
 
     if out is None and not dry_run:
         raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
@@ -74,6 +85,7 @@ def prune(
     if known is None:
         inputs.require_data(source)
     dense = inputs.opened(source)
+    recipe = recipe if program is None else recipe_for(dense, program, recipe)
     batches = None if known else inputs.batches_of(dense, source)
     origin = None if known else inputs.origin_of(source, dense, batches)
     if out is None or dry_run:
@@ -83,6 +95,7 @@ def prune(
             note(in_flags(line))
         return
     inputs.warn_of_little_space(out, dense)
+    note(exportable(dense, recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
     result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
     inputs.tell_skipped(batches)
@@ -104,6 +117,16 @@ def prune(
     if show:
         show()
     note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
+
+
+def exportable(model: nn.Module, recipe: Recipe) -> str:
+    """Where the result can be exported to, and what would make it fit where it cannot."""
+    from corp.storage.export.possible import PROGRAMS, fits, pads_heads, targets_under
+
+    able = [target for target, reason in targets_under(model, recipe).items() if reason is None]
+    said = [f"{target} (heads padded)" if pads_heads(model, target, recipe) else target for target in able]
+    more = [name for name, target in PROGRAMS.items() if target not in able and fits(model, name, recipe)]
+    return f"exports: {', '.join(said) or 'none'}" + (f"; with --for also {', '.join(more)}" if more else "")
 
 
 def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, overwrite: bool) -> None:

@@ -56,9 +56,11 @@ def plan_attention(
     return _site_plan(site, keep, parts, recipe, costs)
 
 
-def sketch_attention(site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe) -> SitePlan:
+def sketch_attention(
+    site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe, pairs: Tensor | None = None
+) -> SitePlan:
     """Choose and fit without predictions, and subspaces without exact steps: for models that are tried, not kept."""
-    return _site_plan(site, keep, _parts(site, keep, sums, recipe, exact_steps=False), recipe, ())
+    return _site_plan(site, keep, _parts(site, keep, sums, recipe, pairs=pairs, exact_steps=False), recipe, ())
 
 
 def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, recipe: Recipe) -> HeadMaps:

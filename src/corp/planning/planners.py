@@ -47,11 +47,17 @@ def pairs_of_all(
 
 
 def sketch_site(
-    model: nn.Module, site: Site, keep: int, stats: Statistics, recipe: Recipe, path: Path | None = None
+    model: nn.Module,
+    site: Site,
+    keep: int,
+    stats: Statistics,
+    recipe: Recipe,
+    path: Path | None = None,
+    pairs: Tensor | None = None,
 ) -> SitePlan:
     """What the site keeps and its compensation, without predictions: for models that are made to be tried."""
     if isinstance(site, AttentionSite):
-        return sketch_attention(site, keep, HeadSums.of(site, stats), recipe)
+        return sketch_attention(site, keep, HeadSums.of(site, stats), recipe, pairs)
     return sketch_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)
 
 

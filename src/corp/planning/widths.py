@@ -14,7 +14,7 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
     if isinstance(site, ValueSite) and recipe.equal_heads:
         return _as_wide_as_queries(site, sites, recipe)
     sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
-    return narrowed(site, sparsity, recipe.multiple(site.kind))
+    return narrowed(site, sparsity, recipe.multiple(site.kind, site.width))
 
 
 def narrowed(site: Site, sparsity: float, multiple: int = 1) -> int:

@@ -37,14 +37,27 @@ LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what it
 
 def refuse_beyond_widths(plans: Sequence[Plan], target: str) -> None:
     """Refuse what only corp's own folders, ONNX and PT2 hold: merged tokens, and a factored output head."""
-    for done, what, remedy in (
-        (any(plan.merging for plan in plans), "merges tokens", "tokens=None"),
-        (any(plan.output for plan in plans), "has a low-rank output head", "output=0"),
-    ):
-        if done:
-            raise StorageError(
-                f"this model {what}, which {target} cannot hold; export to onnx or pt2, or prune with {remedy}"
-            )
+    if reason := beyond_widths(any(plan.merging for plan in plans), any(plan.output for plan in plans), target):
+        raise StorageError(reason)
+
+
+def beyond_widths(merged: bool, factored: bool, target: str) -> str | None:
+    """Why `target` cannot hold a model that merges tokens or has a factored output head; None if it does neither."""
+    what, remedy = ("merges tokens", "tokens=None") if merged else ("has a low-rank output head", "output=0")
+    reason = f"this model {what}, which {target} cannot hold; export to onnx or pt2, or prune with {remedy}"
+    return reason if merged or factored else None
+
+
+def holds_narrower_heads(model: nn.Module, library: Library, identity: dict[str, Any]) -> bool:
+    """Whether the standard profile can say that all heads of this dense model are narrower."""
+    common = common_heads(model)
+    if common is None:
+        width = find_sites(model).attention[0].width
+        return precise(model) == next(model.parameters()).dtype and bool(
+            library.resize_heads(identity, width - 2, None)
+        )
+    rope = _rope(model, common._replace(width=common.width - 2, pairs=common.pairs[:-1]))
+    return rope is not None and library.resize_heads(identity, common.width - 2, rope) is not None
 
 
 def write_profile(
