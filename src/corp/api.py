@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
@@ -29,10 +31,11 @@ from corp.calibration.batches import (
     placement,
     without_cache,
 )
+from corp.calibration.experts import starved, supplied
 from corp.calibration.holdout import HeldBatches, HoldOut, batch_count
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
+from corp.errors import CorpWarning, DataError, ModelError, PlanError, StatisticsError
 from corp.measure.closeness import Reference
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
@@ -54,7 +57,9 @@ from corp.refit.tokens import JUDGED_AT, WIDTHS, Joint, fast_schedule, given_mer
 from corp.refit.tokens import samples_needed as samples_for_tokens
 from corp.sites import AttentionSite, OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
+from corp.surgery.experts import pack
 from corp.surgery.merged import merge_tokens
+from corp.surgery.opened import opened
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
 
@@ -90,11 +95,20 @@ class _Dense(NamedTuple):
     weights: str
 
     @classmethod
-    def of(cls, model: nn.Module, recipe: Recipe | None = None) -> _Dense:
-        sites = find_sites(model)
+    def of(cls, model: nn.Module, recipe: Recipe | None = None, run: _Run | None = None) -> _Dense:
+        """What is found in the model, tried out on the first batch of a run if there is one."""
+        apart = opened(model)
+        if apart is not model:
+            set_history(apart, history(model))
+        sites = find_sites(apart) if run is None else find_sites(apart, run.first(), run.forward)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
-        return cls(model, sites, fingerprint(model))
+        return cls(apart, sites, fingerprint(apart))
+
+    def covered(self, stats: Statistics) -> _Dense:
+        """Without sites that the calibration data did not reach."""
+        missing = [s for s in self.sites if not {s.name, getattr(s, "plain_name", s.name)} & set(stats.sums)]
+        return self._replace(sites=self.sites.refusing(missing, "nothing of the calibration data reached it"))
 
     def require(self, claims: Mapping[str, str]) -> None:
         for what, weights in claims.items():
@@ -112,6 +126,12 @@ class _Run(NamedTuple):
     settings: Settings | None
     origin: dict[str, Any] | None
     observer: Observer
+
+    def first(self) -> Any:
+        """The first batch; None if reading it would take it away from the others."""
+        if self.batches is None or isinstance(self.batches, Iterator):
+            return None
+        return _first_batch(self.batches)
 
 
 def calibrate(
@@ -134,15 +154,18 @@ def calibrate(
     process takes its share of the batches. `settings` says how many tokens, how much memory; `origin` is a
     record of where model and data came from.
     """
-    return _calibrate(_Dense.of(model), _Run(batches, forward, settings, origin, observer or SILENT), out=out)
+    run = _Run(batches, forward, settings, origin, observer or SILENT)
+    return _calibrate(_Dense.of(model, None, run), run, out=out)
 
 
 def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
     """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
-    dense = _Dense.of(model, recipe)
+    dense = _Dense.of(model).covered(stats)
+    require_prunable(dense.sites, recipe)
     dense.require({"statistics": stats.weights})
     _refuse_refit(recipe)
-    found = Allocator(model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
+    stats = supplied(stats, dense.sites)
+    found = Allocator(dense.model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
     made = _plan(dense, stats, recipe, found, observer or SILENT)
     _warn_of_notes(made)
     return made
@@ -153,7 +176,7 @@ def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
     dense = _Dense.of(model)
     dense.require({"statistics": stats.weights, "plan": plan.weights})
     _refuse_refit(plan.recipe)
-    return _apply(dense, stats, plan)
+    return _packed(_apply(dense, supplied(stats, dense.sites), plan))
 
 
 def repair(
@@ -173,8 +196,9 @@ def repair(
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
     dense = _Dense.of(model)
     dense.require({"plan": result.plan.weights})
-    blocks = find_blocks(model, dense.sites, recipe, batches, forward)
-    return _repair(dense, result, batches, recipe, blocks, forward, observer or SILENT)
+    blocks = find_blocks(dense.model, dense.sites, recipe, batches, forward)
+    result = replace(result, model=opened(result.model))
+    return _packed(_repair(dense, result, batches, recipe, blocks, forward, observer or SILENT))
 
 
 def prune(
@@ -210,9 +234,10 @@ def prune(
     watch = Clock(observer or (Bars() if progress else SILENT))
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
-    dense = _Dense.of(model, recipe)
     run = _Run(batches, forward, settings, origin, watch)
-    pruned = (_prune if recipe.tokens is None else _prune_merged)(dense, run, recipe, stats)
+    dense = _Dense.of(model, recipe, run)
+    way = _prune if recipe.tokens is None else _prune_merged
+    pruned = _packed(way(dense, run, recipe, stats))
     result = replace(pruned, report=replace(pruned.report, run=_outcome(watch, model)))
     watch.finished(result.report.gained())
     return result
@@ -229,7 +254,9 @@ def estimate(
     origin: dict[str, Any] | None = None,
 ) -> Estimate:
     """What `prune` with these arguments would do, and about how long and with how much memory, stage by stage."""
-    dense, run = _Dense.of(model, recipe), _Run(batches, forward, settings, origin, SILENT)
+    run = _Run(batches, forward, settings, origin, SILENT)
+    dense = _Dense.of(model, recipe, run)
+    model = dense.model
     with without_cache(model):
         return _estimate(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
@@ -250,10 +277,8 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         else:
             dense.require({"statistics": stats.weights})
             _collect(held, batches)
-        stats = watch.calibrated(stats)
-        counted = None  # statistics say what the model takes, unless it goes through forward=...
-        if forward is not None and (batches is not None and not isinstance(batches, Iterator)):
-            counted = _sample(model, _first_batch(batches), forward)
+        stats = supplied(watch.calibrated(stats), dense.sites)
+        counted = _countable(model, stats.inputs, run)
         chosen, found = _choose_widths(dense, stats, recipe, held, counted, run)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
@@ -393,7 +418,7 @@ def _merged(
 
 
 def _first_batch(batches: Iterable[Any]) -> Any:
-    return next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))
+    return next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
 
 
 def _sample(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
@@ -420,8 +445,7 @@ def _load(
 ) -> tuple[Load, Machine]:
     """What a run goes through, and how fast the machine is."""
     model, sites, batches = dense.model, dense.sites, run.batches
-    first = None if batches is None else next(b for _, _, b in enumerate_batches(batches, lambda index: index == 0))
-    machine, tokens = measure_machine(model, sites, first, run.forward)
+    machine, tokens = measure_machine(model, sites, run.first(), run.forward)
     settings = run.settings or Settings()
     inputs = {site.name: site.inputs for site in summed(sites) if not isinstance(site, AttentionSite)}
     taken = {name: settings.tokens_of(width, samples) for name, width in inputs.items()}
@@ -507,6 +531,7 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
+    made = made.noting(*starved(stats, narrower))
     return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 
@@ -553,6 +578,18 @@ def _repair(
     return replace(result, model=work.smaller, plan=made, report=replace(result.report, plan=made))
 
 
+def _packed(result: Result) -> Result:
+    """The result with experts packed as its library has them, as far as they are alike."""
+    if left := pack(result.model):
+        warnings.warn(
+            f"{left[0]}: its experts have different widths or new biases, so they cannot be packed and run one by one"
+            + (f"; so do {len(left) - 1} more" if len(left) > 1 else ""),
+            CorpWarning,
+            stacklevel=3,
+        )
+    return result
+
+
 def _warn_of_notes(plan: Plan) -> None:
     """Say what was done otherwise than asked, as a warning where the caller's own line is."""
     for note in plan.notes:
@@ -569,6 +606,22 @@ def _before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) -
     pair = (dense, smaller)
     costs: dict[str, Any] = {"params": tuple(map(count_params, pair)), "macs": None}
     if sample is not None and placement(dense)[0].type != "meta":
-        with evaluating(dense), evaluating(smaller):
+        with evaluating(dense), evaluating(smaller), suppress(ModelError):  # of inputs that have to fit each other
             costs["macs"] = tuple(count_macs(model, *sample) for model in pair)
     return costs
+
+
+def _countable(model: nn.Module, inputs: Any, run: _Run) -> Sample | None:
+    """What operations are counted on if not on zeros in the shape of a sample, which not every model takes.
+
+    That is one sample of the run, or a whole batch where inputs have to fit each other (image tokens and patches).
+    """
+    made = [] if inputs is None else [one_sample(model, inputs)]
+    if (first := run.first()) is not None:
+        batch = first if run.forward is not None else move(first, *placement(model))
+        made += [_sample(model, first, run.forward), Sample(batch, run.forward)]
+    for sample in made:
+        with suppress(Exception), torch.no_grad(), evaluating(model):  # of the model's own code
+            feed(model, *sample)
+            return sample
+    return None

@@ -185,7 +185,7 @@ def test_pruning_goes_as_far_as_agreement_allows() -> None:
     assert result.report.to_dict()["why"] == result.plan.why
 
 
-def test_without_the_shape_of_inputs_parameters_are_searched() -> None:
+def test_operations_are_counted_through_the_users_own_forward() -> None:
     model, data = build("vit"), batches("vit", 6, 10)
     recipe = Recipe.paper(min_agreement=0.5)
     for given, searched in ((iter(data), "target_params"), (data, "target_macs")):

@@ -23,7 +23,7 @@ from corp.calibration.batches import evaluating, placement, run
 from corp.measure.timing import Ratio, interleave, speed_up
 from corp.measure.units import unit_costs
 from corp.planning.plan import Plan, SitePlan
-from corp.planning.widths import narrowed, rotated_part
+from corp.planning.widths import multiple_of, narrowed, rotated_part
 from corp.recipe import COORDINATES, FAST, KINDS, ROUNDING_KEYS, Recipe
 from corp.sites import MLPSite, Site, Sites, ValueSite
 from corp.surgery.apply import shrink
@@ -125,7 +125,7 @@ class Clock:
         multiple = FAST[ROUNDING_KEYS[site.kind]]
         while multiple > 1 and 4 * multiple > site.width:
             multiple //= 2
-        return max(multiple, self.recipe.multiple(site.kind, site.width))
+        return max(multiple, multiple_of(site, self.recipe))
 
 
 def compare_times(sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
