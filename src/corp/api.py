@@ -276,7 +276,8 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
             stats = _calibrate(dense, run, held=held)
         else:
             dense.require({"statistics": stats.weights})
-            _collect(held, batches)
+            if held is not None and batches is not None:
+                held.collect(batches)
         stats = supplied(watch.calibrated(stats), dense.sites)
         counted = _countable(model, stats.inputs, run)
         chosen, found = _choose_widths(dense, stats, recipe, held, counted, run)
@@ -294,7 +295,7 @@ def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | 
     blocks, reason = why_not(dense.model, dense.sites, recipe, batches, forward)
     run.observer.estimate(lambda: _estimate(dense, run, recipe, None, blocks))
     held = HeldBatches(HoldOut.of(batches), samples_for_tokens(recipe))
-    _collect(held, batches)
+    held.collect(batches)
     first = held.batches[0] if held.batches else _first_batch(batches)
     free = find_merging(dense.model, dense.sites, first, forward)
     known = _Tokens(
@@ -494,13 +495,6 @@ def _calibrate(
     )
     with evaluating(dense.model):
         return job.run(None if out is None else Path(out))
-
-
-def _collect(held: HeldBatches | None, batches: Iterable[Any] | None) -> None:
-    """Read the held-out batches that a search needs, where calibration did not pass them."""
-    if held is not None and batches is not None:
-        for index, _, batch in enumerate_batches(batches, held.wants):
-            held.offer(index, batch)
 
 
 def _choose_widths(

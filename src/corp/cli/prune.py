@@ -116,6 +116,7 @@ def prune(
         return
     if show:
         show()
+    note_merging(dense, result, recipe, batches)
     note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
@@ -170,3 +171,21 @@ def show_report(report: Report) -> None:
         show_table("estimate and outcome", STAGES, stages)
     for line in explained(report.plan.why):
         note(line)
+
+
+def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any) -> None:
+    """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
+    from corp.adapters.registry import find_sites
+    from corp.cli.models import IMAGE, kind_of
+    from corp.refit.tokens import offer_merging
+
+    target = recipe.target_macs or recipe.target_latency
+    if target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
+        return
+    offer = offer_merging(dense, find_sites(dense), result.model, target, batches)
+    if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
+        merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
+        note(
+            f"merging tokens instead, at {target:g} of the operations and before any fit: {merged:.1f} % rather than "
+            f"{pruned:.1f} % {offer.merged.what} on {offer.samples} held-out samples; --merge-tokens does both"
+        )
