@@ -26,7 +26,7 @@ test-real: $(VENV)/.installed
 
 # Numbers other than those that the tests were written with, twenty times; every failure says its seed.
 SEEDS ?= $(shell seq 1 20)
-NUMERICAL := tests/numerics tests/calibration tests/planning tests/faults/test_fuzz.py
+NUMERICAL := tests/numerics tests/calibration tests/planning tests/contract/test_metamorphic.py tests/faults/test_fuzz.py
 test-seeds: $(VENV)/.installed
 	for seed in $(SEEDS); do \
 	  CORP_TEST_SEED=$$seed $(BIN)/python -m pytest -q --numprocesses auto --hypothesis-seed=$$seed $(NUMERICAL) || exit 1; done

@@ -90,6 +90,11 @@ def _require_inside(sites: Sites, recipe: Recipe, blocks: Sequence[Block]) -> No
             raise refusal(f"{site.name} is not in a block that the data passes; or leave it alone with skip=[...]")
 
 
+def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
+    """How many samples the refit takes, if there are that many."""
+    return recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+
+
 def record_batches(
     model: nn.Module,
     sites: Sites,
@@ -100,7 +105,7 @@ def record_batches(
     forward: Forward | None = None,
 ) -> list[Passage]:
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
-    wanted = recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+    wanted = samples_wanted(recipe, blocks)
     every = max(1, available // wanted)
     device, dtype = placement(model)
     passages: list[Passage] = []

@@ -37,7 +37,6 @@ class _Outcome(NamedTuple):
 
     widths: Mapping[str, int]  # of MLPs
     intercepts: frozenset[str]  # sites whose compensation needs a bias
-    merged: bool  # tokens are merged
     factored: bool  # the output head is
 
 
@@ -49,7 +48,7 @@ def targets_for(model: nn.Module, plan: Plan) -> dict[str, str | None]:
     widths = {site.name: site.width for site in find_sites(model).mlp}
     widths |= {site.name: site.keep for site in plan.sites if site.kind == "mlp"}
     intercepts = frozenset(site.name for site in plan.sites if site.intercept)
-    return _targets(model, _Outcome(widths, intercepts, plan.merging is not None, plan.output is not None))
+    return _targets(model, _Outcome(widths, intercepts, plan.output is not None))
 
 
 def targets_under(model: nn.Module, recipe: Recipe) -> dict[str, str | None]:
@@ -65,7 +64,7 @@ def targets_under(model: nn.Module, recipe: Recipe) -> dict[str, str | None]:
         and not isinstance(site, AttentionSite)
         and uses_intercept(recipe, projection_at(model, site.down).bias is not None)
     )
-    return _targets(model, _Outcome(widths, intercepts, recipe.tokens is not None, _may_factor(sites, recipe)))
+    return _targets(model, _Outcome(widths, intercepts, _may_factor(sites, recipe)))
 
 
 def recipe_for(model: nn.Module, program: str, recipe: Recipe) -> Recipe:
@@ -131,7 +130,7 @@ def _targets(model: nn.Module, outcome: _Outcome) -> dict[str, str | None]:
         reason = "no library that corp writes for can rebuild this model from its name or config"
         return dict.fromkeys((COMPAT, ONNX, PT2, VLLM, GGUF), reason)
     biases, no_llama = _new_biases(model, outcome.intercepts), why_not(model)
-    beyond = beyond_widths(outcome.merged, outcome.factored, "it")
+    beyond = beyond_widths(outcome.factored, "it")
     return {
         LIBRARY_TARGETS[library.name]: beyond
         or _reason(lambda: _standard(outcome.widths, adapter, library, identity, biases)),
