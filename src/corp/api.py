@@ -18,7 +18,7 @@ from corp.adapters.registry import find_sites
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import Sample, one_sample
 from corp.allocation.latency import compare_times
-from corp.allocation.search import samples_needed, search
+from corp.allocation.search import samples_needed, search, usual_trials
 from corp.allocation.tokens import Operations, count_operations, first_sample, merged_copy
 from corp.calibration import workers
 from corp.calibration.batches import (
@@ -32,14 +32,16 @@ from corp.calibration.batches import (
     without_cache,
 )
 from corp.calibration.experts import starved, supplied
-from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.calibration.holdout import HeldBatches, HoldOut, batch_count
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning, DataError, ModelError, PlanError, StatisticsError
 from corp.measure.closeness import Reference
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
-from corp.observer import SILENT, Bars, Observer, timed
+from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed
+from corp.measure.footprint import resident_bytes
+from corp.observer import SILENT, Bars, Clock, Observer, timed
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
@@ -47,13 +49,13 @@ from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
 from corp.planning.widths import require_prunable
-from corp.recipe import AUTO, Recipe
+from corp.recipe import AUTO, GAIN, Recipe
 from corp.refit.merged import find_merging, repair_merged
-from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
+from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, samples_wanted, why_not
 from corp.refit.replay import Block
 from corp.refit.tokens import JUDGED_AT, WIDTHS, Joint, fast_schedule, given_merging, start_schedule, widths_at
 from corp.refit.tokens import samples_needed as samples_for_tokens
-from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
+from corp.sites import AttentionSite, OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
 from corp.surgery.experts import pack
 from corp.surgery.merged import merge_tokens
@@ -229,13 +231,34 @@ def prune(
     >>> result.compare(model, data.test_images.split(128)).agreement.value > 0.95
     True
     """
-    watch = observer or (Bars() if progress else SILENT)
+    watch = Clock(observer or (Bars() if progress else SILENT))
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     run = _Run(batches, forward, settings, origin, watch)
     dense = _Dense.of(model, recipe, run)
     way = _prune if recipe.tokens is None else _prune_merged
-    return _packed(way(dense, run, recipe, stats))
+    pruned = _packed(way(dense, run, recipe, stats))
+    result = replace(pruned, report=replace(pruned.report, run=_outcome(watch, model)))
+    watch.finished(result.report.gained())
+    return result
+
+
+def estimate(
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    recipe: Recipe,
+    *,
+    stats: Statistics | None = None,
+    forward: Forward | None = None,
+    settings: Settings | None = None,
+    origin: dict[str, Any] | None = None,
+) -> Estimate:
+    """What `prune` with these arguments would do, and about how long and with how much memory, stage by stage."""
+    run = _Run(batches, forward, settings, origin, SILENT)
+    dense = _Dense.of(model, recipe, run)
+    model = dense.model
+    with without_cache(model):
+        return _estimate(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
 
 def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -246,6 +269,7 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
+        watch.estimate(lambda: _estimate(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
         if stats is None:
@@ -259,7 +283,7 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         chosen, found = _choose_widths(dense, stats, recipe, held, counted, run)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
-        result = _apply(dense, stats, planned, counted)
+        result = _apply(dense, stats, planned, counted, watch)
         return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
 
 
@@ -269,6 +293,7 @@ def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | 
     if batches is None or stats is not None or isinstance(batches, Iterator):
         raise DataError("tokens are merged before calibration: give batches as a list or a loader, and no statistics")
     blocks, reason = why_not(dense.model, dense.sites, recipe, batches, forward)
+    run.observer.estimate(lambda: _estimate(dense, run, recipe, None, blocks))
     held = HeldBatches(HoldOut.of(batches), samples_for_tokens(recipe))
     held.collect(batches)
     first = held.batches[0] if held.batches else _first_batch(batches)
@@ -402,6 +427,55 @@ def _sample(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
     return Sample(first_sample(batch if forward is not None else move(batch, *placement(model))), forward)
 
 
+def _estimate(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None, blocks: list[Block]) -> Estimate:
+    """The stages of a run, their time and memory; none if the number of samples is unknown."""
+    model, sites, batches = dense.model, dense.sites, run.batches
+    name = (run.origin or (stats.origin if stats else {})).get("model", type(model).__name__)
+    what = f"pruning {name} ({count_params(model) / 1e6:.3f} M parameters, {placement(model)[0]}) {recipe.goal()}"
+    samples = count_samples(batches) if batches is not None else stats and stats.samples
+    if not samples or isinstance(batches, Iterator):
+        return Estimate(f"{what}, from samples whose number is unknown", ())
+    load, machine = _load(dense, run, recipe, samples, stats, blocks)
+    stages = estimate_stages(model, sites, recipe, load, machine)
+    data = f"on {samples} samples of {max(load.tokens.values())} tokens"
+    return Estimate(f"{what} {data}", stages, resident_bytes(placement(model)[0]))
+
+
+def _load(
+    dense: _Dense, run: _Run, recipe: Recipe, samples: int, stats: Statistics | None, blocks: list[Block]
+) -> tuple[Load, Machine]:
+    """What a run goes through, and how fast the machine is."""
+    model, sites, batches = dense.model, dense.sites, run.batches
+    machine, tokens = measure_machine(model, sites, run.first(), run.forward)
+    settings = run.settings or Settings()
+    inputs = {site.name: site.inputs for site in summed(sites) if not isinstance(site, AttentionSite)}
+    taken = {name: settings.tokens_of(width, samples) for name, width in inputs.items()}
+    counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
+    rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
+    fitted = {name: n * samples * (rule.every - 1) // rule.every for name, n in counted.items()}
+    return Load(
+        samples,
+        tokens,
+        counted,
+        calibrates=stats is None,
+        trials=0 if single else usual_trials(recipe, sites, fitted),
+        tried=min(samples_needed(recipe), samples // rule.every),
+        curves=recipe.has_target and recipe.allocate == GAIN,
+        refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
+    ), machine
+
+
+def _outcome(watch: Clock, model: nn.Module) -> dict[str, Any] | None:
+    """How long the stages took, and the memory at the peak, beside what was estimated; None without an estimate."""
+    if watch.estimated is None:
+        return None
+    known = {stage.name: stage.seconds for stage in watch.estimated.stages}
+    names = dict.fromkeys([*known, *watch.seconds])
+    stages = [{"stage": n, "estimated": known.get(n, 0.0), "seconds": watch.seconds.get(n, 0.0)} for n in names]
+    peak = resident_bytes(placement(model)[0], peak=True)
+    return {"stages": stages, "memory": {"estimated": watch.estimated.memory, "peak": peak}}
+
+
 def _calibrate(
     dense: _Dense, run: _Run, *, out: str | Path | None = None, held: HeldBatches | None = None
 ) -> Statistics:
@@ -463,9 +537,12 @@ def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPl
     return plan_output(head, rank, linear, moments, spectrum_of(linear, moments))
 
 
-def _apply(dense: _Dense, stats: Statistics, plan: Plan, sample: Sample | None = None) -> Result:
-    smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
-    require_agreement(verify(dense.model, smaller, dense.sites, stats, plan))
+def _apply(
+    dense: _Dense, stats: Statistics, plan: Plan, sample: Sample | None = None, observer: Observer = SILENT
+) -> Result:
+    with observer.stage("checking", len(plan.sites), "sites") as advance:
+        smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
+        require_agreement(verify(dense.model, smaller, dense.sites, stats, plan, advance))
     set_history(smaller, (*history(dense.model), plan))
     if sample is None and stats.inputs is not None:
         sample = one_sample(dense.model, stats.inputs)

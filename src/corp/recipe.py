@@ -57,6 +57,8 @@ TARGETS = {
     "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
 }  # what widths can be chosen to meet; one at most
+_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
 REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`
 
 
@@ -295,6 +297,16 @@ class Recipe(Tabular):
         }
         changes: dict[str, Any] = {**dict.fromkeys(TARGETS), **shares}
         return replace(self, **changes, overrides=overrides)
+
+    def goal(self) -> str:
+        """What is asked for, in a few words."""
+        if self.min_agreement is not None:
+            return f"as far as {self.min_agreement:.1%} agreement with the dense model allows"
+        for name, what in _UNITS.items():
+            if (share := getattr(self, name)) is not None:
+                return f"to at most {share:.0%} of its {what}"
+        parts = [f"{share:.0%} of its {what}" for kind, what in _REMOVED.items() if (share := getattr(self, kind))]
+        return "by " + (" and ".join(parts) or "what overrides, output and tokens say")
 
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.skip)

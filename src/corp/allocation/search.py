@@ -6,7 +6,7 @@ Nothing is trained, and models are tried as they are before the refit, which cos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ from corp.planning.output import OutputPlan, plan_output
 from corp.planning.plan import Plan
 from corp.planning.planners import pairs_of_all, sketch_site
 from corp.recipe import UNIFORM, Recipe
-from corp.sites import projection_at
+from corp.sites import Sites, projection_at
 from corp.surgery.apply import narrowed_shell
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -36,6 +36,8 @@ QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
 STRONGER = 10.0  # times the ridge, tried where tokens are few
+RANKINGS = 4  # rankings and ridges that are compared where tokens are few
+USUAL = 3  # steps that a search for one share takes
 JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
@@ -48,12 +50,22 @@ def samples_needed(recipe: Recipe) -> int:
     return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
 
 
+def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int:
+    """About how many models a search makes, from the tokens that are fitted at every site."""
+    few = any(tokens[site.name] < TOKENS_PER_CHANNEL * site.width for site in sites.mlp if not recipe.skips(site.name))
+    judged = RANKINGS if few and _doubtful(recipe) else 0
+    if recipe.min_agreement is not None:
+        return judged + STEPS
+    climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
+    return judged + (len(POWERS) + climbed + 1 if recipe.searches else 0)
+
+
 def most_trials(recipe: Recipe) -> int:
     """How many models a search makes at the most."""
     if recipe.min_agreement is not None:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
-    return 4 + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+    return RANKINGS + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:

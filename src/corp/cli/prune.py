@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from corp.cli import arguments as a
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError
+from corp.errors import DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ def prune(
     recipe: Recipe,
     collection: a.Collection,
     deployment: a.Deployment,
-    out: a.OutFolder,
+    out: Annotated[
+        Path | None,
+        a.option("Folder to write; it must not exist. Required, unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
+    ] = None,
     stats: a.Stats = None,
     program: Annotated[
         Literal["transformers", "vllm", "gguf", "onnx"] | None,
@@ -62,6 +65,9 @@ def prune(
         str | None,
         a.option("HEIGHTxWIDTH that the model is used at; images are not cropped.", a.DATA, show_default="the head's"),
     ] = None,
+    dry_run: Annotated[
+        bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
+    ] = False,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
@@ -73,7 +79,10 @@ def prune(
     from corp.cli.models import as_stored
     from corp.storage.export.possible import recipe_for
 
-    inputs.require_output(out, overwrite=overwrite)
+    if out is None and not dry_run:
+        raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
+    if out is not None:
+        inputs.require_output(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} does not exist")
     for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
@@ -87,9 +96,8 @@ def prune(
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)
-    dense = inputs.opened(source, recipe, any_size=in_use)
+    dense = inputs.opened(source, any_size=in_use)
     recipe = recipe if program is None else recipe_for(dense, program, recipe)
-    inputs.warn_of_little_space(out, dense)
     batches, forward = None, None
     if in_use:
         from corp.cli.eval_dense import used_with
@@ -97,9 +105,15 @@ def prune(
         batches, forward = used_with(source, dense, head, image_size)
     elif known is None:
         batches = inputs.batches_of(dense, source)
-    data = f"the statistics in {stats}" if batches is None else inputs.amount(batches)
-    note(f"pruning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {data}; {exportable(dense, recipe)}")
     origin = None if known else inputs.origin_of(source, dense, batches)
+    if out is None or dry_run:
+        made = api.estimate(dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin)
+        show_json(made.to_dict()) if json else show_table(*made.table())
+        for line in made.advice():
+            note(in_flags(line))
+        return
+    inputs.warn_of_little_space(out, dense)
+    note(exportable(dense, recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
     result = api.prune(
         dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
@@ -123,7 +137,7 @@ def prune(
     if show:
         show()
     note_merging(dense, result, recipe, batches, forward)
-    note(f"{gained(result.report)}; saved to {out}, load it with corp.load({str(out)!r})")
+    note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
 def exportable(model: nn.Module, recipe: Recipe) -> str:
@@ -177,11 +191,13 @@ def before_and_after(
 
 def show_report(report: Report) -> None:
     from corp.planning.plan import COLUMNS
-    from corp.planning.report import TOTALS
+    from corp.planning.report import STAGES, TOTALS
     from corp.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
+    if stages := report.stages():
+        show_table("estimate and outcome", STAGES, stages)
     for line in explained(report.plan.why):
         note(line)
 
@@ -202,8 +218,3 @@ def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any,
             f"merging tokens instead, at {target:g} of the operations and before any fit: {merged:.1f} % rather than "
             f"{pruned:.1f} % {offer.merged.what} on {offer.samples} held-out samples; --merge-tokens does both"
         )
-
-
-def gained(report: Report) -> str:
-    """What pruning gained, in one line."""
-    return ", ".join(f"{before} -> {after} {what} (x {ratio})" for what, before, after, ratio in report.totals())

@@ -41,6 +41,20 @@ def unit_costs(
     return {site.name: _unit(model, site, seen) for site in sites}
 
 
+def tokens_at(model: nn.Module, sites: Iterable[Site], batch: Any, forward: Forward | None = None) -> dict[str, int]:
+    """How many tokens pass every site in one pass over `batch`; of attention, how many queries."""
+    sites = list(sites)
+    seen = _watch(model, sites, batch, forward)
+    return {site.name: seen.get(_read(site), _Seen(0, 0)).tokens for site in sites}
+
+
+def _read(site: Site) -> str:
+    """Under which name the site's tokens are noted."""
+    if isinstance(site, MLPSite):
+        return site.down
+    return _values(site)[1] if isinstance(site, ValueSite) else _queries(site)[0]
+
+
 def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
     def passed(layer: str) -> _Seen:
         return seen.get(layer, _Seen(0, 0))
