@@ -57,6 +57,8 @@ TARGETS = {
     "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
 }  # what widths can be chosen to meet; one at most
+_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
 REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`
 
 
@@ -102,7 +104,7 @@ class Recipe(Tabular):
     tokens: str | tuple[int, ...] | None = _option(
         None,
         REMOVE,
-        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under --target-macs. "
+        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under a target. "
         "A merged model gives fewer patch tokens to whoever reads them.",
     )
     equal_heads: bool = _option(
@@ -236,8 +238,15 @@ class Recipe(Tabular):
         if self.tokens is None:
             return
         if self.tokens == AUTO:
-            if self.target_macs is None:
-                raise RecipeError("tokens='auto' chooses tokens within target_macs; give it, or a list of numbers")
+            if self.target_params is not None:
+                raise RecipeError(
+                    "tokens='auto' cannot go with target_params: merging saves operations and time, and no parameters"
+                )
+            if not self.has_target:
+                raise RecipeError(
+                    "tokens='auto' chooses tokens within target_macs, target_latency or min_agreement; give one of "
+                    "them, or a list of numbers"
+                )
             return
         given = self.tokens
         if not isinstance(given, list | tuple) or any(isinstance(r, bool) or not isinstance(r, int) for r in given):
@@ -288,6 +297,16 @@ class Recipe(Tabular):
         }
         changes: dict[str, Any] = {**dict.fromkeys(TARGETS), **shares}
         return replace(self, **changes, overrides=overrides)
+
+    def goal(self) -> str:
+        """What is asked for, in a few words."""
+        if self.min_agreement is not None:
+            return f"as far as {self.min_agreement:.1%} agreement with the dense model allows"
+        for name, what in _UNITS.items():
+            if (share := getattr(self, name)) is not None:
+                return f"to at most {share:.0%} of its {what}"
+        parts = [f"{share:.0%} of its {what}" for kind, what in _REMOVED.items() if (share := getattr(self, kind))]
+        return "by " + (" and ".join(parts) or "what overrides, output and tokens say")
 
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.skip)

@@ -81,6 +81,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, i
         images,
         (2, 2, 2),
     ),
+    "biases-apart": (lambda: timm.models.eva.Eva(**SMALL, use_rot_pos_emb=True), images, (2, 2, 2)),
     "own": (
         lambda: nn.Sequential(Block(), Block()),
         lambda: torch.randn(8, 9, 24, generator=seeded(1), dtype=torch.float64),

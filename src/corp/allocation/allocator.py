@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from corp.allocation.budget import Budget, count_budget, one_sample, uniform
+from corp.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
 from corp.allocation.curves import Curve, allocate, site_curves, usual_power
 from corp.allocation.latency import Clock, Time
 from corp.calibration.batches import evaluating, run
@@ -43,9 +43,16 @@ class Allocator:
     """Widths of one model under variations of one recipe; what does not depend on the target is computed once."""
 
     def __init__(
-        self, model: nn.Module, sites: Sites, stats: Statistics, recipe: Recipe, observer: Observer = SILENT
+        self,
+        model: nn.Module,
+        sites: Sites,
+        stats: Statistics,
+        recipe: Recipe,
+        observer: Observer = SILENT,
+        sample: Sample | None = None,
     ) -> None:
         self.model, self.sites, self.stats, self.recipe, self.observer = model, sites, stats, recipe, observer
+        self.given = sample  # to count on, where statistics do not say what the model takes
         self._counted: dict[str, Budget] = {}
 
     @cached_property
@@ -61,7 +68,16 @@ class Allocator:
 
     @cached_property
     def clock(self) -> Clock:
-        return Clock(self.model, self.sites, self.stats.inputs, self.recipe)
+        return Clock(self.model, self.sites, self.sample, self.recipe)
+
+    @cached_property
+    def sample(self) -> Sample:
+        """What operations are counted and times measured on."""
+        return self.given or one_sample(self.model, self.stats.inputs)
+
+    @property
+    def counts_macs(self) -> bool:
+        return self.given is not None or self.stats.inputs is not None
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -72,7 +88,7 @@ class Allocator:
     def budget(self, what: str, share: float) -> Budget:
         """What may be spent; the dense model is counted once."""
         if what not in self._counted:
-            self._counted[what] = count_budget(self.model, self.sites, what, self.stats.inputs)
+            self._counted[what] = count_budget(self.model, self.sites, what, None if what == "params" else self.sample)
         return replace(self._counted[what], share=share)
 
     def allocate(
@@ -130,9 +146,8 @@ class Allocator:
         hook = self.model.get_submodule(head.name).register_forward_hook(
             here(lambda _m, args, _o: seen.append(args[0].numel()))
         )
-        batch = one_sample(self.model, self.stats.inputs, "target_macs")
         with torch.no_grad(), evaluating(self.model), removing([hook]):
-            run(self.model, batch)
+            run(self.model, *self.sample)
         return sum(seen) // head.inputs
 
     def _in_time(self, recipe: Recipe, wanted: float, queries: float | None, power: float | None) -> Allocation:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from corp.calibration.batches import evaluating, example, move, placement
+from corp.calibration.batches import Forward, evaluating, example, move, placement
 from corp.errors import PlanError
 from corp.measure.cost import count_macs, count_params
 from corp.measure.units import Unit, unit_costs
@@ -50,24 +50,30 @@ class Budget:
         return cost
 
 
-def count_budget(model: nn.Module, sites: Sites, what: str, inputs: object) -> Budget:
-    """The whole cost of the dense model and of each unit of width; `inputs` is the shape of one sample."""
-    if what == "params":
+class Sample(NamedTuple):
+    """A small batch on which operations are counted and times measured, and how the model takes it."""
+
+    batch: Any
+    forward: Forward | None = None
+
+
+def count_budget(model: nn.Module, sites: Sites, what: str, sample: Sample | None) -> Budget:
+    """The whole cost of the dense model and of each unit of width, for this sample."""
+    if sample is None:
         return Budget("params", 1.0, count_params(model), unit_costs(model, sites, None))
-    batch = one_sample(model, inputs, "target_macs")
     with evaluating(model):
-        return Budget("macs", 1.0, count_macs(model, batch), unit_costs(model, sites, batch))
+        return Budget(what, 1.0, count_macs(model, *sample), unit_costs(model, sites, *sample))
 
 
-def one_sample(model: nn.Module, inputs: object, target: str) -> Any:
-    """A batch of one for the model; `target` is what it is needed for."""
+def one_sample(model: nn.Module, inputs: object) -> Sample:
+    """A batch of one for the model, made from the shape of its inputs."""
     if inputs is None:
         raise PlanError(
-            f"{target}: the shape of the model's inputs is unknown, because they went through forward=...; "
-            "give target_params instead"
+            "operations and times need the shape of the model's inputs, which statistics do not have where data goes "
+            "through forward=...; use corp.prune with batches, or give target_params"
         )
     device, dtype = placement(model)
-    return move(example(inputs, device), device, dtype)
+    return Sample(move(example(inputs, device), device, dtype))
 
 
 def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None = None) -> Recipe:

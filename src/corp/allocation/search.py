@@ -6,11 +6,13 @@ Nothing is trained, and models are tried as they are before the refit, which cos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
+
+from torch import nn
 
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import narrowest
@@ -23,7 +25,7 @@ from corp.planning.output import OutputPlan, plan_output
 from corp.planning.plan import Plan
 from corp.planning.planners import pairs_of_all, sketch_site
 from corp.recipe import UNIFORM, Recipe
-from corp.sites import projection_at
+from corp.sites import Sites, projection_at
 from corp.surgery.apply import narrowed_shell
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -34,6 +36,8 @@ QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
 STRONGER = 10.0  # times the ridge, tried where tokens are few
+RANKINGS = 4  # rankings and ridges that are compared where tokens are few
+USUAL = 3  # steps that a search for one share takes
 JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
@@ -46,12 +50,22 @@ def samples_needed(recipe: Recipe) -> int:
     return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
 
 
+def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int:
+    """About how many models a search makes, from the tokens that are fitted at every site."""
+    few = any(tokens[site.name] < TOKENS_PER_CHANNEL * site.width for site in sites.mlp if not recipe.skips(site.name))
+    judged = RANKINGS if few and _doubtful(recipe) else 0
+    if recipe.min_agreement is not None:
+        return judged + STEPS
+    climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
+    return judged + (len(POWERS) + climbed + 1 if recipe.searches else 0)
+
+
 def most_trials(recipe: Recipe) -> int:
     """How many models a search makes at the most."""
     if recipe.min_agreement is not None:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
-    return 4 + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+    return RANKINGS + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
@@ -116,7 +130,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
     same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
-    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer)
+    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer, first.given)
     return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
@@ -131,17 +145,21 @@ class Trials:
     advance: Advance
 
     def compare(self, found: Allocation) -> Closeness:
-        model, sites, stats, recipe = self.allocator.model, self.allocator.sites, self.allocator.stats, self.recipe
-        pairs, paths = pairs_of_all(sites, found.widths, stats, recipe), found.paths
-        plans = tuple(
-            sketch_site(model, site, keep, stats, recipe, paths.get(site.name), pairs.get(site.name))
-            for site in sites
-            if (keep := found.widths[site.name]) < site.width
-        )
-        plan = Plan(recipe, plans, output=sketch_output(self.allocator, found.rank))
-        closeness = self.reference.compare(narrowed_shell(model, sites, plan, stats))
+        closeness = self.reference.compare(sketch_model(self.allocator, self.recipe, found))
         self.advance(1)
         return closeness
+
+
+def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
+    """A model of these widths that shares all tensors it can with the allocator's: for trials."""
+    model, sites, stats = allocator.model, allocator.sites, allocator.stats
+    pairs, paths = pairs_of_all(sites, found.widths, stats, recipe), found.paths
+    plans = tuple(
+        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), pairs.get(site.name))
+        for site in sites
+        if (keep := found.widths[site.name]) < site.width
+    )
+    return narrowed_shell(model, sites, Plan(recipe, plans, output=sketch_output(allocator, found.rank)), stats)
 
 
 def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
@@ -165,7 +183,7 @@ class _Agreement:
     @property
     def kind(self) -> str:
         """What is searched over: without the shape of the inputs, operations cannot be counted."""
-        return "params" if self.trials.allocator.stats.inputs is None else "macs"
+        return "macs" if self.trials.allocator.counts_macs else "params"
 
     def run(self, wanted: float) -> tuple[Recipe, Allocation]:
         allocator = self.trials.allocator

@@ -25,10 +25,7 @@ from corp.files import refuse_existing
 from corp.measure.cost import count_params
 from corp.observer import SILENT
 from corp.planning.widths import require_prunable
-from corp.recipe import KINDS, TARGETS, Recipe
-
-_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
-_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+from corp.recipe import Recipe
 
 
 def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
@@ -46,12 +43,14 @@ def read_statistics(source: Source, stats: Path) -> Statistics:
     return Statistics.load(stats)
 
 
-def opened(source: Source, recipe: Recipe | None = None, settings: Settings | None = None) -> nn.Module:
+def opened(
+    source: Source, recipe: Recipe | None = None, settings: Settings | None = None, *, any_size: bool = False
+) -> nn.Module:
     """The model of the source on its device; a recipe that it cannot satisfy is refused here."""
     # An offloaded model stays on the host; its layers visit the device during calibration only.
     home = source.device if settings is None or settings.offload is None else "cpu"
     with progress(f"loading {source.model}", None, ""):
-        model = place(load_model(source.model, source.weights), home, source.dtype)
+        model = place(load_model(source.model, source.weights, any_size=any_size), home, source.dtype)
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
     return model
@@ -156,14 +155,3 @@ def amount(batches: Any) -> str:
     """How much data there is, in the unit that fits it."""
     tokens = getattr(batches, "tokens", None)
     return f"{batches.samples} images" if tokens is None else f"{batches.samples} sequences ({tokens} tokens)"
-
-
-def goal(recipe: Recipe) -> str:
-    """What a recipe asks for, in a few words."""
-    if recipe.min_agreement is not None:
-        return f"as far as {recipe.min_agreement:.1%} agreement with the dense model allows"
-    for name in TARGETS:
-        if (share := getattr(recipe, name)) is not None:
-            return f"to at most {share:.0%} of its {_UNITS[name]}"
-    parts = [f"{share:.0%} of its {_REMOVED[kind]}" for kind in KINDS if (share := getattr(recipe, kind))]
-    return "by " + (" and ".join(parts) or "what --override says")

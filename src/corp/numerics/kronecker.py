@@ -18,6 +18,7 @@ from corp.errors import SingularSystemError
 from corp.numerics.linalg import VANISHING, packed_index, unpack
 
 ENTRIES_AT_ONCE = 256  # entries unpacked at a time: 16 MB each at d = 64
+GOOD = 1e-6  # of the error at the start: what is left may be no more where rounding keeps it from falling further
 ITERATIONS = 2000  # more than any data needed; a system that needs more has no answer in floating point
 FLOOR = 1e-12  # relative; eigenvalues of the preconditioner below this are rounding
 
@@ -119,6 +120,8 @@ def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None =
         z = inverse(residual)
         last, size = size, float((residual * z).sum())
         direction = z + size / last * direction
+    if size <= (GOOD / tolerance) ** 2 * enough:
+        return X
     raise SingularSystemError(
         f"the system of {rhs.shape[0]} x {rhs.shape[1]} kept dimensions was not solved in {ITERATIONS} steps at "
         f"lambda={lam:g}; raise the ridge or calibrate on more samples"

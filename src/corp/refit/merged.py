@@ -8,14 +8,14 @@ as it is large.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, evaluating, inputs_of, run
+from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
@@ -74,7 +74,7 @@ def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -
     handle = model.get_submodule(first).register_forward_pre_hook(here(before), with_kwargs=True)
     with torch.no_grad(), evaluating(model), removing([handle]):
         run(model, batch, forward)
-        run(model, _shaken(inputs_of(batch)), forward)
+        run(model, _shaken(batch), forward)
     same = [close(*pair) for pair in zip(*(x.transpose(0, 1) for x in seen), strict=True)]
     prefix = same.index(False) if False in same else len(same)
     if len(same) - prefix < 2:
@@ -86,7 +86,9 @@ def _shaken(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
         return batch + SHAKE * noise.to(batch) if batch.is_floating_point() else batch
-    return {key: _shaken(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        return {key: _shaken(value) for key, value in batch.items()}
+    return type(batch)(map(_shaken, batch)) if type(batch) in (tuple, list) else batch
 
 
 def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forward | None) -> None:

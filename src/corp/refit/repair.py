@@ -91,6 +91,11 @@ def _require_inside(sites: Sites, recipe: Recipe, blocks: Sequence[Block]) -> No
             raise refusal(f"{site.name} is not in a block that the data passes; or leave it alone with skip=[...]")
 
 
+def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
+    """How many samples the refit takes, if there are that many."""
+    return recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+
+
 def record_batches(
     model: nn.Module,
     sites: Sites,
@@ -101,7 +106,7 @@ def record_batches(
     forward: Forward | None = None,
 ) -> list[Passage]:
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
-    wanted = recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+    wanted = samples_wanted(recipe, blocks)
     every = max(1, available // wanted)
     device, dtype = placement(model)
     passages: list[Passage] = []
@@ -170,7 +175,7 @@ class Repair:
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
     ) -> list[Tensor]:
         """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
-        behind: list[Tensor] = []
+        behind: list[Tensor] = []  # the dense stream
         targets: list[dict[str, Tensor]] = []
         for passage, hidden in zip(passages, dense, strict=True):
             with watching(self.dense, block.sites) as seen, meeting(self.dense, block.junctions) as met:
@@ -179,7 +184,7 @@ class Repair:
         for number, site in enumerate(block.sites):
             if not self.recipe.skips(site.name):
                 with at_site(site):
-                    parts = self._observe(block, number, passages, dense, pruned, targets)
+                    parts = self._observe(block, number, passages, dense, pruned, targets, behind)
                     self._correct(site, block.scales[number], *parts)
         for i, passage in enumerate(passages):
             pruned[i] = drive(self.smaller, block.name, passage.calls[block.name], pruned[i])
@@ -193,13 +198,19 @@ class Repair:
         dense: Sequence[Tensor],
         pruned: Sequence[Tensor],
         targets: Sequence[dict[str, Tensor]],
+        behind: Sequence[Tensor],
     ) -> tuple[TokenSums, TokenSums]:
-        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out."""
+        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out.
+
+        Where the fit has no intercept, tokens count relative to the size of their stream, as the next norm divides by
+        it: the first token of a text, which may be a thousand times as large, would be all that is fitted otherwise.
+        """
         site = block.sites[number]
-        inputs = projection_at(self.smaller, site.down).weight.shape[1]
+        layer = projection_at(self.smaller, site.down)
+        inputs = layer.weight.shape[1]
         share = READ if block.read < block.tokens else 1.0
         fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
-        for passage, ahead, hidden, target in zip(passages, dense, pruned, targets, strict=True):
+        for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
             own = block.junctions[number : number + 1]
             with watching(self.smaller, block.sites, inputs=site.name) as seen, meeting(self.smaller, own) as met:
                 drive(self.smaller, block.name, passage.calls[block.name], hidden)
@@ -212,6 +223,9 @@ class Repair:
             x = seen[site.name].x
             assert x is not None
             x = x.reshape(-1, x.shape[-1])
+            if layer.bias is None:
+                weight = 1 / _tokens(after).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+                x, gap = _tokens(x) * weight, gap * weight
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))

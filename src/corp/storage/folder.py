@@ -22,11 +22,13 @@ from corp.planning.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
 from corp.storage.export import targets
-from corp.storage.export.possible import targets_for
+from corp.storage.export.possible import Exports
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.tying import assign, tied_names
 from corp.surgery.apply import history, set_history, shrink
+from corp.surgery.experts import pack
+from corp.surgery.opened import open_up
 
 FORMAT = "corp-model"
 FORMAT_VERSION = 1
@@ -132,7 +134,7 @@ def exports(source: str | Path) -> dict[str, str | None]:
     with torch.device("meta"):
         model = rebuild(manifest["base"], folder)
     _shrink_all(model, tuple(earlier))
-    return targets_for(model, last)
+    return Exports(model).of(last)
 
 
 def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
@@ -180,8 +182,10 @@ def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
 
 
 def _shrink_all(model: nn.Module, plans: tuple[Plan, ...]) -> None:
+    open_up(model)
     for plan in plans:
         shrink(model, find_sites(model), plan)
+    pack(model)
 
 
 def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:
