@@ -558,8 +558,10 @@ def _repair(
     forward: Forward | None,
     observer: Observer,
 ) -> Result:
-    with observer.stage("recording for the refit", None, "samples"):
-        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+    wanted = min(samples_wanted(recipe, blocks), result.plan.samples)
+    with observer.stage("recording for the refit", wanted, "samples") as advance:
+        data = dense.model, dense.sites, batches, blocks
+        passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
     work = Repair(dense.model, copy.deepcopy(result.model), recipe)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)

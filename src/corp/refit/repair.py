@@ -103,6 +103,7 @@ def record_batches(
     recipe: Recipe,
     available: int,
     forward: Forward | None = None,
+    advance: Advance = lambda _samples: None,
 ) -> list[Passage]:
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
     wanted = samples_wanted(recipe, blocks)
@@ -121,6 +122,7 @@ def record_batches(
         if not seen:
             _require_memory(passage, blocks, min(wanted, available) / passage.samples, device)
         seen += passage.samples
+        advance(passage.samples)
         if seen >= wanted:
             break
     return passages
