@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from corp.cli import arguments as a
 from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError, StorageError
+from corp.errors import CorpError, DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from corp.api import Result
     from corp.planning.report import Report
+    from corp.storage.export.possible import Exports
 
 
 @command
@@ -68,7 +70,7 @@ def prune(
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
-    from corp.storage.export.possible import recipe_for
+    from corp.storage.export.possible import Exports
 
     if out is None and not dry_run:
         raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
@@ -85,7 +87,7 @@ def prune(
     if known is None:
         inputs.require_data(source)
     dense = inputs.opened(source)
-    recipe = recipe if program is None else recipe_for(dense, program, recipe)
+    recipe = recipe if program is None else Exports(dense).recipe_for(program, recipe)
     batches = None if known else inputs.batches_of(dense, source)
     origin = None if known else inputs.origin_of(source, dense, batches)
     if out is None or dry_run:
@@ -95,7 +97,8 @@ def prune(
             note(in_flags(line))
         return
     inputs.warn_of_little_space(out, dense)
-    note(exportable(dense, recipe))
+    with suppress(CorpError):  # what cannot be pruned at all is refused below, with its reasons
+        note(told(Exports(dense), recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
     result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
     inputs.tell_skipped(batches)
@@ -120,13 +123,13 @@ def prune(
     note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
-def exportable(model: nn.Module, recipe: Recipe) -> str:
+def told(exports: Exports, recipe: Recipe) -> str:
     """Where the result can be exported to, and what would make it fit where it cannot."""
-    from corp.storage.export.possible import PROGRAMS, fits, pads_heads, targets_under
+    from corp.storage.export.possible import PROGRAMS
 
-    able = [target for target, reason in targets_under(model, recipe).items() if reason is None]
-    said = [f"{target} (heads padded)" if pads_heads(model, target, recipe) else target for target in able]
-    more = [name for name, target in PROGRAMS.items() if target not in able and fits(model, name, recipe)]
+    able = [target for target, reason in exports.under(recipe).items() if reason is None]
+    said = [f"{target} (heads padded)" if exports.pads_heads(target, recipe) else target for target in able]
+    more = [name for name, target in PROGRAMS.items() if target not in able and exports.fits(name, recipe)]
     return f"exports: {', '.join(said) or 'none'}" + (f"; with --for also {', '.join(more)}" if more else "")
 
 
