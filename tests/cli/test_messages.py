@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from corp.adapters import hub, timm_models
 from corp.cli.console import command, in_flags, told
+from corp.cli.inputs import require_output
 from corp.cli.sources import refuse_labels, warn_of_odd_images
 from corp.data.documents import in_order, open_documents
 from corp.errors import CorpWarning, DataError, ModelError
@@ -194,3 +195,9 @@ def test_a_mistyped_timm_name_is_told_before_anything_heavy_is_imported() -> Non
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "did you mean deit_tiny_patch16_224" in told
     assert told.endswith("[]\n")
+
+
+def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file, not a folder"):
+        require_output(tmp_path / "file" / "out", overwrite=False)
