@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from corp.api import Result
+    from corp.calibration.batches import Forward
     from corp.planning.report import Report
     from corp.storage.export.possible import Exports
 
@@ -58,6 +59,14 @@ def prune(
         int | None,
         a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
     ] = None,
+    head: Annotated[
+        Path | None,
+        a.option("A head (.safetensors, of corp probe) that reads the backbone's patches.", a.DATA, show_default=False),
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        a.option("HEIGHTxWIDTH that the model is used at; images are not cropped.", a.DATA, show_default="the head's"),
+    ] = None,
     dry_run: Annotated[
         bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
     ] = False,
@@ -82,16 +91,25 @@ def prune(
         if asked and stats is not None:
             raise DataError(f"--{option} reads the data itself: give --calib instead of --stats")
     require_given(deployment)
+    in_use = head is not None or image_size is not None
+    if in_use and (stats is not None or deployment.deploy_data):
+        raise DataError("--head and --image-size go with --calib, not with --stats or --deploy-data")
     settings = collection.settings()
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)
-    dense = inputs.opened(source)
+    dense = inputs.opened(source, any_size=in_use)
     recipe = recipe if program is None else Exports(dense).recipe_for(program, recipe)
-    batches = None if known else inputs.batches_of(dense, source)
+    batches, forward = None, None
+    if in_use:
+        from corp.cli.eval_dense import used_with
+
+        batches, forward = used_with(source, dense, head, image_size)
+    elif known is None:
+        batches = inputs.batches_of(dense, source)
     origin = None if known else inputs.origin_of(source, dense, batches)
     if out is None or dry_run:
-        made = api.estimate(dense, batches, recipe, stats=known, settings=settings, origin=origin)
+        made = api.estimate(dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin)
         show_json(made.to_dict()) if json else show_table(*made.table())
         for line in made.advice():
             note(in_flags(line))
@@ -100,7 +118,9 @@ def prune(
     with suppress(CorpError):  # what cannot be pruned at all is refused below, with its reasons
         note(told(Exports(dense), recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
-    result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
+    result = api.prune(
+        dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
+    )
     inputs.tell_skipped(batches)
     shift = watch.measured(result.plan)
     result = replace(result, model=as_stored(result.model, dense))
@@ -112,14 +132,14 @@ def prune(
     show = None
     if eval_data:
         loaded = {source.model: dense, str(out): result.model}
-        content, show = before_and_after(loaded, eval_data, eval_samples, source)
+        content, show = before_and_after(loaded, eval_data, eval_samples, source, head, image_size)
     if json:
         evaluation = {"evaluation": content} if content else {}
         show_json({"output": str(out), **result.report.to_dict(), **content_of(shift), **evaluation})
         return
     if show:
         show()
-    note_merging(dense, result, recipe, batches)
+    note_merging(dense, result, recipe, batches, forward)
     note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
@@ -147,19 +167,28 @@ def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, over
 
 
 def before_and_after(
-    loaded: dict[str, nn.Module], data: list[Path], samples: int | None, source: a.Source
+    loaded: dict[str, nn.Module],
+    data: list[Path],
+    samples: int | None,
+    source: a.Source,
+    head: Path | None = None,
+    image_size: str | None = None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """What corp eval says of the two models, and how to show it."""
-    from corp.cli import eval_images, eval_text
+    from corp.cli import eval_dense, eval_images, eval_text
     from corp.cli.models import IMAGE, kind_of
 
+    if head is not None:
+        options = eval_dense.Options(None, head, data, image_size=image_size, samples=samples, seed=source.seed)
+        found, maps = eval_dense.evaluate_dense(loaded, options)
+        return found, lambda: eval_dense.show_dense(found, maps)
     if kind_of(next(iter(loaded.values()))) == IMAGE:
         content, images = eval_images.evaluate_images(
             loaded, data, None, samples, source.batch_size, source.seed, source.max_bad
         )
         return content, lambda: eval_images.show_images(content, images)
-    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    content, rows = eval_text.evaluate_texts(loaded, options)
+    texts = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
+    content, rows = eval_text.evaluate_texts(loaded, texts)
     return content, lambda: eval_text.show_texts(content, rows)
 
 
@@ -176,7 +205,7 @@ def show_report(report: Report) -> None:
         note(line)
 
 
-def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any) -> None:
+def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any, forward: Forward | None) -> None:
     """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
     from corp.adapters.registry import find_sites
     from corp.cli.models import IMAGE, kind_of
@@ -185,7 +214,7 @@ def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any)
     target = recipe.target_macs or recipe.target_latency
     if target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
         return
-    offer = offer_merging(dense, find_sites(dense), result.model, target, batches)
+    offer = offer_merging(dense, find_sites(dense), result.model, target, batches, forward)
     if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
         merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
         note(
