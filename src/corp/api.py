@@ -45,8 +45,9 @@ from corp.planning.report import TOTALS, Report
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
 from corp.refit.merged import repair_merged
-from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
-from corp.refit.replay import Block
+from corp.refit.recording import Recorder, record_batches
+from corp.refit.repair import Repair, find_blocks, require_whole, why_not
+from corp.refit.replay import Block, Passage
 from corp.refit.tokens import choose_merging, width_recipe
 from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
 from corp.surgery.apply import history, narrowed_copy, set_history
@@ -222,8 +223,11 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         notes = [f"the model was not refitted: {reason}"] if reason else []
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
+        passages: list[Passage] = []
         if stats is None:
-            stats = _calibrate(dense, run, held=held)
+            recorder = _recorder(dense, run, recipe, blocks)
+            stats = _calibrate(dense, run, held=held, recorder=recorder)
+            passages = recorder.passages if recorder else []
         else:
             dense.require({"statistics": stats.weights})
             _collect(held, batches)
@@ -232,7 +236,7 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
         result = _apply(dense, stats, planned)
-        return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
+        return _repair(dense, result, batches or (), chosen, blocks, forward, watch, passages) if blocks else result
 
 
 def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -286,8 +290,22 @@ def _prune_widths(merged: _Dense, run: _Run, recipe: Recipe, merging: Merging, c
     return result
 
 
+def _recorder(dense: _Dense, run: _Run, recipe: Recipe, blocks: list[Block]) -> Recorder | None:
+    """What records the refit's batches while calibration runs them; None if it cannot: they are run again then."""
+    available = count_samples(() if run.batches is None else run.batches)
+    elsewhere = run.settings is not None and run.settings.offload is not None
+    if not blocks or not available or elsewhere or workers.current().world > 1:
+        return None
+    return Recorder(dense.model, dense.sites, blocks, recipe, available)
+
+
 def _calibrate(
-    dense: _Dense, run: _Run, *, out: str | Path | None = None, held: HeldBatches | None = None
+    dense: _Dense,
+    run: _Run,
+    *,
+    out: str | Path | None = None,
+    held: HeldBatches | None = None,
+    recorder: Recorder | None = None,
 ) -> Statistics:
     output = dense.sites.output
     watched: list[Site | OutputHead] = [*dense.sites, *([output] if output else [])]
@@ -302,6 +320,7 @@ def _calibrate(
         run.observer,
         held,
         workers.current(),
+        recorder,
     )
     with evaluating(dense.model):
         return job.run(None if out is None else Path(out))
@@ -368,9 +387,11 @@ def _repair(
     blocks: list[Block],
     forward: Forward | None,
     observer: Observer,
+    passages: list[Passage] | None = None,
 ) -> Result:
-    with observer.stage("recording for the refit", None, "samples"):
-        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+    if not passages:
+        with observer.stage("recording for the refit", None, "samples"):
+            passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
     work = Repair(dense.model, copy.deepcopy(result.model), recipe)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -58,6 +59,14 @@ class Settings:
             raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
 
 
+class Recording(Protocol):
+    """Wants some batches run under its eyes; refit.recording has one."""
+
+    def wants(self, index: int) -> bool: ...
+
+    def record(self, batch: Any, run_model: Callable[[], None]) -> None: ...
+
+
 @dataclass
 class Job:
     """One calibration: the model, its sites, the data, and who else works on it."""
@@ -72,6 +81,7 @@ class Job:
     observer: Observer = SILENT
     held: HeldBatches | None = None  # gets some of the held-out batches, for trials
     workers: Workers = field(default_factory=Workers)
+    recording: Recording | None = None  # sees the passes that it wants, so that they need not be run again
 
     def __post_init__(self) -> None:
         first = next(self.model.parameters(), torch.empty(0))
@@ -239,7 +249,10 @@ class Job:
                     collector.cursor.sample = start
                     collector.cursor.held = self.rule.holds(index)
                     collector.cursor.size = count = size_of(batch)
-                    self._run(batch)
+                    if self.recording is not None and self.recording.wants(index):
+                        self.recording.record(batch, partial(self._run, batch))
+                    else:
+                        self._run(batch)
                     samples += count
                     self.progress(count)
                     if checkpoint:

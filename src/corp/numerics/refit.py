@@ -11,6 +11,7 @@ formulas hold with both means 0 and raw second moments in place of covariances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,13 +78,20 @@ def gap_of(moments: GapMoments) -> float:
 def choose_ridge(seen: GapMoments, unseen: GapMoments, ridges: Sequence[float] = RIDGES) -> float | None:
     """The ridge whose fit on one part of the data leaves least on the other; None if none leaves less than there is.
 
-    A ridge at which the system has no Cholesky factor is no candidate.
+    What is left falls and then rises with the ridge, so the ridges are tried from the middle on, downhill. One at which
+    the system has no Cholesky factor is no candidate.
     """
-    left = {}
-    for ridge in ridges:
-        try:
-            left[ridge] = gap_left(unseen, fit_gap(seen, ridge))
-        except SingularSystemError:
-            continue
-    best = min(left, key=left.__getitem__, default=None)
-    return best if best is not None and left[best] < gap_of(unseen) else None
+    left: dict[int, float] = {}
+
+    def measured(i: int) -> float:
+        if i not in left:
+            try:
+                left[i] = gap_left(unseen, fit_gap(seen, ridges[i]))
+            except SingularSystemError:
+                left[i] = math.inf
+        return left[i]
+
+    best = len(ridges) // 2
+    while (least := min(range(min(best + 1, len(ridges) - 1), max(-1, best - 2), -1), key=measured)) != best:
+        best = least
+    return ridges[best] if measured(best) < gap_of(unseen) else None
