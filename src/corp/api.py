@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
@@ -36,11 +37,12 @@ from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.observer import SILENT, Bars, Observer, timed
+from corp.place import Place
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
-from corp.planning.planners import pairs_of_all, plan_site
+from corp.planning.planners import cost_of, fold_site, pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
@@ -49,8 +51,8 @@ from corp.refit.recording import Recorder, record_batches
 from corp.refit.repair import Repair, find_blocks, require_whole, why_not
 from corp.refit.replay import Block, Passage
 from corp.refit.tokens import choose_merging, width_recipe
-from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
-from corp.surgery.apply import history, narrowed_copy, set_history
+from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at, site_devices
+from corp.surgery.apply import history, match, narrowed_copy, set_history
 from corp.surgery.merged import merge_tokens
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
@@ -94,6 +96,15 @@ class _Dense(NamedTuple):
             require_prunable(sites, recipe)  # before the long work
         return cls(model, sites, fingerprint(model))
 
+    def placed(self, stats: Statistics, device: torch.device | str | None, observer: Observer) -> Statistics:
+        """The statistics where the work on each site is to happen: on `device`, or where the site's weights are."""
+        homes = site_devices(self.model, self.sites)
+        places = {name: Place.on(home if device is None else torch.device(device)) for name, home in homes.items()}
+        wanted = {str(home) for home in homes.values()} if device is None else {str(device)}
+        if wanted != {"cpu"}:
+            observer.note(f"fits run on {', '.join(sorted({str(place) for place in places.values()}))}")
+        return stats.at(places)
+
     def require(self, claims: Mapping[str, str]) -> None:
         for what, weights in claims.items():
             if weights and weights != self.weights:
@@ -110,6 +121,7 @@ class _Run(NamedTuple):
     settings: Settings | None
     origin: dict[str, Any] | None
     observer: Observer
+    device: torch.device | str | None = None  # of the fits
 
 
 def calibrate(
@@ -135,23 +147,38 @@ def calibrate(
     return _calibrate(_Dense.of(model), _Run(batches, forward, settings, origin, observer or SILENT), out=out)
 
 
-def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
-    """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
+def plan(
+    model: nn.Module,
+    stats: Statistics,
+    recipe: Recipe,
+    *,
+    device: torch.device | str | None = None,
+    observer: Observer | None = None,
+) -> Plan:
+    """Decide what every site keeps and predict what that costs. Touches neither data nor the model.
+
+    The fits run on `device`, by default where each site's weights are: in float64 if the device has it at speed, else
+    in float32 with refinement, and on the CPU if it cannot solve.
+    """
     dense = _Dense.of(model, recipe)
     dense.require({"statistics": stats.weights})
     _refuse_refit(recipe)
+    stats = dense.placed(stats, device, observer or SILENT)
     found = Allocator(model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
     made = _plan(dense, stats, recipe, found, observer or SILENT)
     _warn_of_notes(made)
     return made
 
 
-def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
-    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
+def apply(model: nn.Module, stats: Statistics, plan: Plan, *, device: torch.device | str | None = None) -> Result:
+    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was.
+
+    Folds that the plan does not hold are computed on `device`, as in `plan`.
+    """
     dense = _Dense.of(model)
     dense.require({"statistics": stats.weights, "plan": plan.weights})
     _refuse_refit(plan.recipe)
-    return _apply(dense, stats, plan)
+    return _apply(dense, dense.placed(stats, device, SILENT), plan)
 
 
 def repair(
@@ -161,18 +188,21 @@ def repair(
     recipe: Recipe | None = None,
     *,
     forward: Forward | None = None,
+    device: torch.device | str | None = None,
     observer: Observer | None = None,
 ) -> Result:
     """Refit the layers of a pruned model in order, so that later ones repair the errors of earlier ones.
 
     `model` is the dense one. Widths stay as they are; layers that were not pruned are refitted too, unless the
-    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs.
+    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs. The model runs
+    where it is; its systems are solved on `device`, as in `plan`.
     """
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
     dense = _Dense.of(model)
     dense.require({"plan": result.plan.weights})
     blocks = find_blocks(model, dense.sites, recipe, batches, forward)
-    return _repair(dense, result, batches, recipe, blocks, forward, observer or SILENT)
+    run = _Run(batches, forward, None, None, observer or SILENT, device)
+    return _repair(dense, result, run, recipe, blocks)
 
 
 def prune(
@@ -184,13 +214,15 @@ def prune(
     forward: Forward | None = None,
     settings: Settings | None = None,
     origin: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
     progress: bool = False,
     observer: Observer | None = None,
 ) -> Result:
     """Calibrate, choose widths, plan, apply and refit: a smaller model that computes almost the same function.
 
     `batches`, `forward`, `settings` and `origin` are those of `calibrate`. With `stats` of an earlier calibration on
-    the same data, `batches` only serve trials and the refit, and may be None. `progress` shows bars in a terminal or
+    the same data, `batches` only serve trials and the refit, and may be None. The fits run on `device`, as in `plan`;
+    the model runs where it is. `progress` shows bars in a terminal or
     a notebook; an `observer` is told of every stage instead.
 
     Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
@@ -209,7 +241,7 @@ def prune(
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     dense = _Dense.of(model, recipe)
-    run = _Run(batches, forward, settings, origin, watch)
+    run = _Run(batches, forward, settings, origin, watch, device)
     return _prune(dense, run, recipe, stats) if recipe.tokens is None else _prune_merged(dense, run, recipe, stats)
 
 
@@ -231,12 +263,12 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         else:
             dense.require({"statistics": stats.weights})
             _collect(held, batches)
-        stats = watch.calibrated(stats)
+        stats = dense.placed(watch.calibrated(stats), run.device, watch)
         chosen, found = _choose_widths(dense, stats, recipe, held, forward, watch)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
         result = _apply(dense, stats, planned)
-        return _repair(dense, result, batches or (), chosen, blocks, forward, watch, passages) if blocks else result
+        return _repair(dense, result, run, chosen, blocks, passages) if blocks else result
 
 
 def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -344,19 +376,23 @@ def _choose_widths(
     """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
     tried = held.batches if held else []
     allocator = Allocator(dense.model, dense.sites, stats.fitted() if tried else stats, recipe, observer)
-    return search(allocator, tried, forward)
+    found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, tried, forward))[0]
+    return found
 
 
 def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
     narrower = [site for site in dense.sites if found.widths[site.name] < site.width]
-    planned: list[SitePlan] = []
     pairs = pairs_of_all(narrower, found.widths, stats, recipe)
     with timed("plan"), observer.stage("planning", len(narrower), "sites") as advance:
-        for site in narrower:
+
+        def work(site: Site) -> SitePlan:
             with at_site(site):
                 known = found.paths.get(site.name), pairs.get(site.name)
-                planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known))
+                made = plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known)
             advance(1)
+            return made
+
+        planned = workers.current().map(work, narrower, lambda site: cost_of(site, stats.samples))
     warn_if_weak(planned, stats)
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
@@ -373,26 +409,41 @@ def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPl
 
 
 def _apply(dense: _Dense, stats: Statistics, plan: Plan) -> Result:
-    smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
+    smaller = narrowed_copy(dense.model, dense.sites, _with_folds(dense, stats, plan), stats)
     require_agreement(verify(dense.model, smaller, dense.sites, stats, plan))
     set_history(smaller, (*history(dense.model), plan))
     return Result(smaller, plan, Report(plan, **_before_after(dense.model, smaller, stats.inputs)), stats.origin)
 
 
+def _with_folds(dense: _Dense, stats: Statistics, plan: Plan) -> Plan:
+    """The plan with the folds that a file does not hold, computed by all workers."""
+    match(dense.sites, plan)  # a plan for another model is refused first
+
+    def work(site_plan: SitePlan) -> SitePlan:
+        site = dense.sites[site_plan.name]
+        with at_site(site), timed("compensate"):
+            return replace(site_plan, fold=fold_site(dense.model, site, site_plan, stats, plan.recipe))
+
+    bare = [site_plan for site_plan in plan.sites if site_plan.fold is None]
+    made = workers.current().map(work, bare, lambda one: cost_of(dense.sites[one.name], stats.samples))
+    folded = {site_plan.name: site_plan for site_plan in made}
+    return replace(plan, sites=tuple(folded.get(one.name, one) for one in plan.sites))
+
+
 def _repair(
     dense: _Dense,
     result: Result,
-    batches: Iterable[Any],
+    run: _Run,
     recipe: Recipe,
     blocks: list[Block],
-    forward: Forward | None,
-    observer: Observer,
     passages: list[Passage] | None = None,
 ) -> Result:
+    batches, forward, observer = run.batches or (), run.forward, run.observer
     if not passages:
         with observer.stage("recording for the refit", None, "samples"):
             passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
-    work = Repair(dense.model, copy.deepcopy(result.model), recipe)
+    place = None if run.device is None else Place.on(torch.device(run.device))
+    work = Repair(dense.model, copy.deepcopy(result.model), recipe, place)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)
     first = next(batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0))

@@ -365,7 +365,7 @@ def test_samples_are_spread_over_the_data(driven: dict[tuple[int, str], list[tup
     outputs = block_outputs(model, data)["blocks.0"]
     found = driven[id(model), "blocks.0"]
     assert len(found) == 2
-    for stream, number in zip(found, (0, 3), strict=True):
+    for (_, stream), number in zip(found, (0, 3), strict=True):
         torch.testing.assert_close(stream, outputs[number])
 
 

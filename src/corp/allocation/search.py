@@ -101,9 +101,13 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
     found = first.allocate(rule)
     known: dict[tuple[str, float], float] = {}
+    stronger = Allocator(
+        first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer
+    )
     for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
-        paths = found.paths if ridge == asked.ridge else {}
-        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found._replace(paths=paths))
+        if (rank, ridge) == (asked.rank, stronger.recipe.ridge):
+            found = found._replace(paths={name: curve.path for name, curve in stronger.curves.items() if curve.path})
+        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found)
         known[rank, ridge] = tried.divergence().value
         first.observer.note(f"rank {rank}, ridge {ridge:g}: divergence {known[rank, ridge]:.3f}")
     rank, ridge = min(known, key=lambda key: known[key])
@@ -114,8 +118,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
         f"held-out batches than rank={asked.rank!r} with ridge={asked.ridge:g}, and was used; calibrate on more data"
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
-    same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
-    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer)
+    allocator = first if ridge == asked.ridge else stronger  # error curves depend on the ridge, not on the ranking
     return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
@@ -131,8 +134,11 @@ class Trials:
 
     def compare(self, found: Allocation) -> Closeness:
         model, sites, stats, recipe = self.allocator.model, self.allocator.sites, self.allocator.stats, self.recipe
+        paths, nested = found.paths, self.allocator.nested
         plans = tuple(
-            sketch_site(model, site, found.widths[site.name], stats, recipe, found.paths.get(site.name))
+            sketch_site(
+                model, site, found.widths[site.name], stats, recipe, paths.get(site.name), nested.get(site.name)
+            )
             for site in sites
             if found.widths[site.name] < site.width
         )

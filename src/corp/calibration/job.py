@@ -146,7 +146,7 @@ class Job:
                 "in: pass out=... (or more memory)"
             )
         collector, samples = self._pass(groups[0], None)
-        sums = {name: self.workers.add_up(part) for name, part in collector.sums.items()}
+        sums = {name: self.workers.share(self.workers.add_up(part)) for name, part in collector.sums.items()}
         return Statistics(sums, samples, self.weights, self.inputs, self.origin)
 
     def run_in_folder(self, out: Path) -> Statistics:
@@ -222,8 +222,6 @@ class Job:
         total = sum(self.workers.gather(samples))
         if total == 0:
             raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
-        for sums in collector.sums.values():
-            sums.to(torch.device("cpu"))
         return collector, total
 
     def _feed(self, collector: Collector, checkpoint: Checkpoint | None) -> int:

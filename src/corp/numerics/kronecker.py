@@ -20,7 +20,7 @@ from corp.numerics.linalg import VANISHING, packed_index, unpack
 ENTRIES_AT_ONCE = 256  # entries unpacked at a time: 16 MB each at d = 64
 ITERATIONS = 2000  # more than any data needed; a system that needs more has no answer in floating point
 FLOOR = 1e-12  # relative; eigenvalues of the preconditioner below this are rounding
-ENOUGH = 1e-5  # a solution this near has 1 + 1e-10 times the least error; float32 can be that near
+ENOUGH = 4e-5  # a solution this near has 1 + 2e-9 times the least error; float32 can be that near
 SINGLE_ITERATIONS = 60  # in float32; more says that rounding is in the way
 
 
@@ -138,10 +138,10 @@ def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None =
     hold the tolerance it is used, and float64 only if that fails.
     """
     size = float(rhs.abs().amax()) / (lam or 1.0)  # of the solution at the most: keeps float32 within its range
-    if tolerance is not None and tolerance >= ENOUGH and rhs.dtype == torch.float64 and size > 0:
+    if tolerance is not None and tolerance >= ENOUGH and size > 0:
         found = _descend(operator.single(), (rhs / size).float(), lam, tolerance, SINGLE_ITERATIONS)
         if found is not None:
-            return size * found.double()
+            return size * found.to(rhs)
     tolerance = torch.finfo(rhs.dtype).eps ** 0.64 if tolerance is None else tolerance
     found = _descend(operator, rhs, lam, tolerance, ITERATIONS)
     if found is None:

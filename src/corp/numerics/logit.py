@@ -28,7 +28,7 @@ class LogitSystem(NamedTuple):
 
 
 def logit_system(G: Operator, h: Tensor, E: Tensor, pruned: Tensor) -> LogitSystem:
-    """Assemble the system of one head: G and h (S, S) of its kept dimensions, E (d, d) = sum_b g_q * g_k (elementwise)."""
+    """Assemble the system of one head: G and h (S, S) of its kept dimensions, E (d, d) = sum_b g_q * g_k."""
     return LogitSystem(G, h, float(E[pruned[:, None], pruned].sum()), kronecker.mean_diagonal(G))
 
 

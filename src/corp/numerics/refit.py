@@ -20,6 +20,7 @@ from torch import Tensor
 
 from corp.errors import SingularSystemError
 from corp.numerics.linalg import mean_diagonal, solve_ridge
+from corp.place import Place
 
 # Relative, as everywhere. The last hardly corrects; where even that does harm, nothing is corrected.
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -33,6 +34,11 @@ class GapMoments(NamedTuple):
     gap: Tensor  # (o,), E[g]
     cross: Tensor  # (o, D), covariance of g and x
     energy: float  # E||g - E[g]||^2
+
+    def at(self, place: Place) -> GapMoments:
+        """These moments on another device, or in another dtype."""
+        mean, cov, gap, cross = (part.to(*place) for part in self[:4])
+        return GapMoments(mean, cov, gap, cross, self.energy)
 
 
 def mixed(first: GapMoments, second: GapMoments, share: float) -> GapMoments:

@@ -64,6 +64,11 @@ def nested(heads: Sequence[LogitSums]) -> Subspace:
     return Subspace(A.expand(len(heads), *A.shape), B)
 
 
+def leading(whole: Subspace, keep: int) -> Subspace:
+    """The first `keep` dimensions of nested maps."""
+    return balanced(Subspace(*(side[..., :keep, :] for side in whole)))
+
+
 def fit_subspace(
     heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps: int = 1, tolerance: float | None = None
 ) -> Subspace:
@@ -76,7 +81,7 @@ def fit_subspace(
     A, B = (side[..., :keep, :] for side in nested(heads))
     rough = [head.single() for head in heads] if tolerance and ridge > 0 and sweeps else heads
     for _ in range(sweeps):
-        # Keys: sum_b (A g_q A^T) dB g_k = A left, summed over the heads. Queries: sum_b g_q dA^T (B g_k B^T) = left B^T.
+        # Keys: sum_b (A g_q A^T) dB g_k = A left, over all heads. Queries: sum_b g_q dA^T (B g_k B^T) = left B^T.
         keys = Total([head.normal(A=a) for head, a in zip(rough, A, strict=True)])
         gains = [a @ left_over(head, a, B) for head, a in zip(heads, A, strict=True)]
         B = B + _step(keys, torch.stack(gains).sum(0), ridge, tolerance)

@@ -16,7 +16,7 @@ def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
     mean, cov = moments.mean, moments.cov()
     if intercept:
         return mean, cov
-    return torch.zeros_like(mean), cov + torch.outer(mean, mean)
+    return torch.zeros_like(mean), cov.addr_(mean, mean)
 
 
 def split(width: int, kept: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from corp.calibration.moments import BLOCK, CHUNK, add_products, shift_of, sum_device
+from corp.calibration.moments import BLOCK, CHUNK, add_products, mirrored, shift_of, sum_device
 from corp.numerics.refit import GapMoments, mixed
 
 
@@ -58,8 +58,7 @@ class GapSums:
         """Centred, or without an intercept about zero; see numerics.refit."""
         assert self.shift is not None  # tokens were seen
         away, gap = self.total / self.n, self.gap / self.n  # of the mean from the shift
-        upper = self.outer.triu()
-        cov = (upper + upper.triu(1).mT) / self.n - torch.outer(away, away)
+        cov = mirrored((self.outer / self.n).addr_(away, away, alpha=-1))
         cross = self.cross / self.n - torch.outer(gap, away)
         mean, energy = self.shift + away, self.square / self.n
         if intercept:

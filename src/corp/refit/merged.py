@@ -20,7 +20,8 @@ from corp.calibration.hooks import removing
 from corp.calibration.moments import shift_of
 from corp.errors import ModelError
 from corp.numerics.affine import Folded
-from corp.numerics.refit import gap_left, gap_of
+from corp.numerics.refit import Correction, gap_left, gap_of
+from corp.place import Place
 from corp.planning.merging import Merging
 from corp.recipe import Recipe
 from corp.refit.gaps import TokenSums
@@ -206,10 +207,11 @@ def _correct(
     """Add the correction to the layer's weights. It is in residual-stream units, so divide by the layer scale."""
     layer = projection_at(smaller, site.down)
     bias = layer.bias is not None
-    fix = correction(fit, held, bias)
+    fix = correction(fit, held, bias, Place.on(layer.weight.device))
     if fix is None:
         return {}
     W, b = in_float64(layer)
+    fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
     back = torch.where(scale == 0, 1.0, scale)
     refill(smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
     there = (fit + held).moments(bias)

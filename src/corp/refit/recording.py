@@ -68,7 +68,7 @@ def record_batches(
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
     recorder, (device, dtype) = Recorder(model, sites, blocks, recipe, available), placement(model)
     for _, _, batch in enumerate_batches(batches, recorder.wants):
-        given = moved(batch, device, dtype, forward)
+        given = batch if forward is not None else move(batch, device, dtype)
         with without_cache(model):
             recorder.record(batch, lambda given=given: run(model, given, forward))  # type: ignore[misc]
         if recorder.seen >= recorder.wanted:
@@ -90,7 +90,3 @@ def _require_memory(passage: Passage, blocks: Sequence[Block], batches: float, d
 def _widest(block: Block) -> float:
     """The input of the block's last layer, in hidden states."""
     return block.sites[-1].inputs / len(block.scales[-1]) if block.sites else 0.0
-
-
-def moved(batch: Any, device: torch.device, dtype: torch.dtype, forward: Forward | None) -> Any:
-    return batch if forward is not None else move(batch, device, dtype)

@@ -19,6 +19,8 @@ from corp.calibration.batches import (
     Forward,
     enumerate_batches,
     evaluating,
+    first_samples,
+    move,
     placement,
     run,
     without_cache,
@@ -30,15 +32,16 @@ from corp.errors import CorpWarning, DataError, ModelError, PlanError
 from corp.numerics.affine import Folded
 from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
 from corp.observer import Advance
+from corp.place import Place
 from corp.recipe import Recipe
 from corp.refit.blocks import examine
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import tokens_read
-from corp.refit.recording import moved
 from corp.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
 from corp.sites import AttentionSite, LinearSite, Sites, at_site, in_float64, projection_at
 from corp.surgery.linear import refill
 
+EXAMINED = 2  # samples on which the blocks are found
 READ = 0.5  # what tokens that the model's output is read from count, all together
 
 
@@ -69,7 +72,7 @@ def find_blocks(
     first = next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
     if first is None:
         raise DataError("no calibration data: `batches` was empty")
-    batch = moved(first, device, dtype, forward)
+    batch = first if forward is not None else move(first_samples(first, EXAMINED), device, dtype)
     with without_cache(model):
         blocks = examine(model, list(sites), lambda: run(model, batch, forward))
         blocks = tokens_read(model, blocks, lambda: run(model, batch, forward))
@@ -92,6 +95,7 @@ class Repair:
     dense: nn.Module
     smaller: nn.Module
     recipe: Recipe
+    place: Place | None = None  # where systems are solved; by default where the layer is
     corrected: dict[str, dict[str, float]] = field(default_factory=dict)
     few: list[str] = field(default_factory=list)
 
@@ -190,19 +194,20 @@ class Repair:
         """
         layer = projection_at(self.smaller, site.down)
         inputs, bias = layer.weight.shape[1], layer.bias is not None
-        fix = correction(fit, held, bias)
+        fix = correction(fit, held, bias, self.place or Place.on(layer.weight.device))
         if fix is None:
             return None
         if fit.n + held.n < 2 * inputs:
             self.few.append(site.name)
         W, b = in_float64(layer)
+        fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
         back = torch.where(scale == 0, 1.0, scale)
         made = Folded(W + fix.R / back[:, None], b + fix.c / back)
         rounded = (part.to(layer.weight.dtype).to(W) for part in made)
         dW, db = (new - old for new, old in zip(rounded, (W, b), strict=True))
-        change = Folded(dW * scale.to(W)[:, None], db * scale.to(W))
+        change = Folded(dW * scale[:, None], db * scale)
         refill(self.smaller, site.down, made, bias=bias)
-        there = (fit + held).moments(bias)
+        there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
         self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
         return change
 
@@ -226,13 +231,14 @@ def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Ru
         )
 
 
-def correction(fit: TokenSums, held: TokenSums, intercept: bool) -> Correction | None:
+def correction(fit: TokenSums, held: TokenSums, intercept: bool, place: Place) -> Correction | None:
     """What the layer shall add to its output: as much as the held-out samples say; None for nothing."""
     both = fit + held
     if not fit.n or not held.n or both.square == 0:
         return None
-    ridge = choose_ridge(fit.moments(intercept), held.moments(intercept))
-    return None if ridge is None else fit_gap(both.moments(intercept), ridge)
+    seen, unseen, whole = (part.moments(intercept).at(place) for part in (fit, held, both))
+    ridge = choose_ridge(seen, unseen)
+    return None if ridge is None else fit_gap(whole, ridge)
 
 
 def _tokens(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from corp.errors import ModelError
 from corp.numerics import rotary, subspace
 from corp.numerics.affine import Folded
 from corp.numerics.output import LowRank, output_error
+from corp.place import Place
 from corp.planning.fitting import split
 from corp.planning.output import OutputPlan
 from corp.planning.plan import Plan, SitePlan
@@ -35,6 +36,7 @@ from corp.sites import (
     in_float64,
     projection_at,
     rows_of,
+    site_devices,
 )
 
 ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
@@ -63,6 +65,7 @@ class Finding:
 def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics, plan: Plan) -> list[Finding]:
     """Check every planned site whose narrowed weights are where corp's own modules keep them."""
     epsilon = torch.finfo(next(pruned.parameters()).dtype).eps
+    stats = stats.at({name: Place.exactly(device) for name, device in site_devices(dense, sites).items()})
     widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
     findings = []
     for site_plan in plan.sites:
@@ -112,8 +115,8 @@ def errors_in(
 ) -> float | None:
     """The error of one site with the weights that stand in `pruned`, from the sums; None where they are not found."""
     if isinstance(site, MLPSite):
-        kept = site_plan.indices()[0]
         W_new, b_new = in_float64(projection_at(pruned, site.down))
+        kept = site_plan.indices()[0].to(W_new.device)
         whole = W_new.new_zeros(len(W_new), site.width).index_copy_(1, kept, W_new)
         return _output_error(dense, site, whole, b_new, stats)
     if rows is None:
