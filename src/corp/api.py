@@ -53,6 +53,7 @@ from corp.refit.replay import Block, Passage
 from corp.refit.tokens import choose_merging, width_recipe
 from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at, site_devices
 from corp.surgery.apply import history, match, narrowed_copy, set_history
+from corp.surgery.dispatch import require_present
 from corp.surgery.merged import merge_tokens
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
@@ -91,6 +92,7 @@ class _Dense(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, recipe: Recipe | None = None) -> _Dense:
+        require_present(model)
         sites = find_sites(model)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
