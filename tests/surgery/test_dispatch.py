@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import corp
-from corp import ModelError, Recipe
+from corp import Recipe
+from corp.errors import ModelError
 from corp.surgery.dispatch import dispatched
 from tests.helpers import rotary_models
 
