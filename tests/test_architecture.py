@@ -14,7 +14,7 @@ import corp
 SOURCE = Path(corp.__file__).parent
 # A package may import those before it, and itself.
 ORDER = [
-    "errors", "files", "tables", "observer", "place", "recipe", "sites",
+    "errors", "files", "tables", "observer", "recipe", "sites",
     "numerics", "calibration", "planning", "surgery", "measure", "allocation", "refit", "adapters", "api",
     "data", "evaluate", "report", "storage", "testing", "cli", "__main__",
 ]  # fmt: skip

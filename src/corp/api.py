@@ -36,8 +36,8 @@ from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning, DataError, PlanError, StatisticsError
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
+from corp.numerics.place import Place
 from corp.observer import SILENT, Bars, Observer, timed
-from corp.place import Place
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import CorpError, ModelError
-from corp.place import Place
 from corp.tables import Tabular
 
 
@@ -419,12 +418,6 @@ def projection_of(module: Any) -> Projection:
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
     return Projection(weight.mT if is_transposed(module) else weight, bias)
-
-
-def in_float64(linear: Projection) -> tuple[Tensor, Tensor]:
-    """Weight and bias, zeros if there is none, where they are if their device has float64."""
-    W = linear.weight.to(*Place.exactly(linear.weight.device))
-    return W, W.new_zeros(len(W)) if linear.bias is None else linear.bias.to(W)
 
 
 def rows_of(model: nn.Module, rows: Rows) -> Projection:

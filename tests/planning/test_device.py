@@ -12,8 +12,8 @@ import torch
 import corp
 from corp import Recipe
 from corp.numerics.linalg import solve_ridge
+from corp.numerics.place import Place
 from corp.observer import Observer
-from corp.place import Place
 from corp.planning.planners import fold_site, plan_site
 from corp.sites import site_devices
 from tests.helpers import models, rotary_models
@@ -58,7 +58,7 @@ def test_every_site_is_planned_at_its_place(family: str, recipe: Recipe, place: 
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_small_ridge_is_solved_as_in_float64(place: Place) -> None:
+def test_a_small_ridge_is_solved_as_in_float64(*place: Place) -> None:
     x = torch.randn(400, 60, dtype=torch.float64) * torch.logspace(0, -3, 60, dtype=torch.float64)
     A, rhs = x.mT @ x / len(x), torch.randn(60, 5, dtype=torch.float64)
     lam = 1e-7 * float(A.diagonal().mean())

@@ -17,7 +17,7 @@ from corp.calibration.moments import Moments
 from corp.calibration.pairs import PairSums
 from corp.errors import StatisticsError
 from corp.files import write_tensors
-from corp.place import Place
+from corp.numerics.place import Place
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)
 AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"

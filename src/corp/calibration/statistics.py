@@ -15,7 +15,7 @@ from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
 from corp.errors import StatisticsError
 from corp.files import file_in, new_folder, read_json, write_text
-from corp.place import Place
+from corp.numerics.place import Place
 from corp.tables import Tabular
 
 FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 4, "statistics.json"

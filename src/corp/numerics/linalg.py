@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import SingularSystemError
-from corp.place import Place
+from corp.numerics.place import Place
 
 # "lambda -> 0+" in floating point, relative: the first of these at which the system is positive definite. Sums of
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems.

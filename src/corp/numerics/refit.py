@@ -20,7 +20,7 @@ from torch import Tensor
 
 from corp.errors import SingularSystemError
 from corp.numerics.linalg import mean_diagonal, solve_ridge
-from corp.place import Place
+from corp.numerics.place import Place
 
 # Relative, as everywhere. The last hardly corrects; where even that does harm, nothing is corrected.
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.hooks import block_of, removing
-from corp.place import Place
+from corp.numerics.place import Place
 from corp.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
 from corp.sites import AttentionSite, LinearSite, Site, ValueSite
 

@@ -20,15 +20,15 @@ from corp.calibration.hooks import removing
 from corp.calibration.moments import shift_of
 from corp.errors import ModelError
 from corp.numerics.affine import Folded
+from corp.numerics.place import Place, in_float64
 from corp.numerics.refit import Correction, gap_left, gap_of
-from corp.place import Place
 from corp.planning.merging import Merging
 from corp.recipe import Recipe
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import tensors_in, tokens_read
 from corp.refit.repair import READ, correction, split_rows
 from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
-from corp.sites import LinearSite, Sites, ValueSite, at_site, in_float64, projection_at
+from corp.sites import LinearSite, Sites, ValueSite, at_site, projection_at
 from corp.surgery.linear import refill
 from corp.surgery.merged import merge_tokens
 from corp.surgery.merging import rows
@@ -210,7 +210,7 @@ def _correct(
     fix = correction(fit, held, bias, Place.on(layer.weight.device))
     if fix is None:
         return {}
-    W, b = in_float64(layer)
+    W, b = in_float64(*layer)
     fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
     back = torch.where(scale == 0, 1.0, scale)
     refill(smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)

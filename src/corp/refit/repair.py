@@ -30,15 +30,15 @@ from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.moments import shift_of
 from corp.errors import CorpWarning, DataError, ModelError, PlanError
 from corp.numerics.affine import Folded
+from corp.numerics.place import Place, in_float64
 from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
 from corp.observer import Advance
-from corp.place import Place
 from corp.recipe import Recipe
 from corp.refit.blocks import examine
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import tokens_read
 from corp.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
-from corp.sites import AttentionSite, LinearSite, Sites, at_site, in_float64, projection_at
+from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
 from corp.surgery.linear import refill
 
 EXAMINED = 2  # samples on which the blocks are found
@@ -199,7 +199,7 @@ class Repair:
             return None
         if fit.n + held.n < 2 * inputs:
             self.few.append(site.name)
-        W, b = in_float64(layer)
+        W, b = in_float64(*layer)
         fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
         back = torch.where(scale == 0, 1.0, scale)
         made = Folded(W + fix.R / back[:, None], b + fix.c / back)

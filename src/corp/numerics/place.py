@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # Compute capabilities with float64 at a half or a third of the speed of float32; other GPUs have it at 1/32 or 1/64.
 FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
@@ -46,3 +47,9 @@ def _has_fast_float64(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) in FAST_FLOAT64
     return device.type == "cpu"
+
+
+def in_float64(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A layer's weight (o, D) and bias (o,), zeros if there is none, where they are if their device has float64."""
+    W = weight.to(*Place.exactly(weight.device))
+    return W, W.new_zeros(len(W)) if bias is None else bias.to(W)
