@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check docs test-real test-lowest build bench soak clean
+.PHONY: demo test check docs test-real test-lowest test-seeds test-random build bench soak clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -23,6 +23,16 @@ docs: $(VENV)/.installed
 
 test-real: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -m real --numprocesses auto --dist loadfile
+
+# Numbers other than those that the tests were written with, twenty times; every failure says its seed.
+SEEDS ?= $(shell seq 1 20)
+NUMERICAL := tests/numerics tests/calibration tests/planning tests/contract/test_metamorphic.py tests/faults/test_fuzz.py
+test-seeds: $(VENV)/.installed
+	for seed in $(SEEDS); do \
+	  CORP_TEST_SEED=$$seed $(BIN)/python -m pytest -q --numprocesses auto --hypothesis-seed=$$seed $(NUMERICAL) || exit 1; done
+
+test-random: $(VENV)/.installed
+	CORP_TEST_ORDER=random $(BIN)/python -m pytest -q --numprocesses auto
 
 # The lowest versions that pyproject.toml promises, in an environment of their own.
 test-lowest: $(VENV)-lowest/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -26,13 +27,35 @@ import pytest
 import torch
 
 import corp  # noqa: F401  (before anything imports timm)
+from tests.helpers.seeds import ORDER, ORDER_NAME, SEED, SEED_NAME, seed_all
 
 torch.set_num_threads(1)
 
 
+def pytest_report_header() -> str:
+    return f"to draw the same again: {SEED_NAME}={SEED} {ORDER_NAME}={ORDER}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffle files, and tests within files: tests of a file share costly fixtures."""
+    if not ORDER:
+        return
+    draw = random.Random(ORDER)
+    rank = {path: draw.random() for path in sorted({item.path for item in items})}
+    draw.shuffle(items)
+    items.sort(key=lambda item: rank[item.path])
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    seed_all()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Fixtures that several tests share draw the same whichever test is first."""
+    if fixturedef.scope != "function":
+        seed_all()
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,8 @@ FREE, SHARED = "free", "shared"
 ROTARY = (FREE, SHARED)
 AUTO = "auto"
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
+BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
+NAMED_MULTIPLES = ("fast", "gguf")
 # Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
 _PAPER: dict[str, Any] = {
     "rank": "combined",
@@ -55,6 +57,8 @@ TARGETS = {
     "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
 }  # what widths can be chosen to meet; one at most
+_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
 REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`
 
 
@@ -94,13 +98,13 @@ class Recipe(Tabular):
     allocate: str = _option(
         GAIN,
         BUDGET,
-        "How a target is met: gain gives every layer its own width, by marginal gain; uniform removes equal shares.",
+        "How a target is met: gain gives every layer its own width, by marginal gain; uniform gives all the same.",
         ALLOCATIONS,
     )
     tokens: str | tuple[int, ...] | None = _option(
         None,
         REMOVE,
-        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under --target-macs. "
+        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under a target. "
         "A merged model gives fewer patch tokens to whoever reads them.",
     )
     equal_heads: bool = _option(
@@ -117,7 +121,10 @@ class Recipe(Tabular):
         },
     )
     round_to: int | str | Mapping[str, int] = _option(
-        1, REMOVE, "Round kept widths up to a multiple: a number, mlp=64,head=8, or fast, which stands for these."
+        1,
+        REMOVE,
+        "Round kept widths up to a multiple: a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
+        "what llama.cpp quantises together, 256 where that is at most 1/16 of the width, else 32.",
     )
     rank: str = _option(
         "exact",
@@ -231,8 +238,15 @@ class Recipe(Tabular):
         if self.tokens is None:
             return
         if self.tokens == AUTO:
-            if self.target_macs is None:
-                raise RecipeError("tokens='auto' chooses tokens within target_macs; give it, or a list of numbers")
+            if self.target_params is not None:
+                raise RecipeError(
+                    "tokens='auto' cannot go with target_params: merging saves operations and time, and no parameters"
+                )
+            if not self.has_target:
+                raise RecipeError(
+                    "tokens='auto' chooses tokens within target_macs, target_latency or min_agreement; give one of "
+                    "them, or a list of numbers"
+                )
             return
         given = self.tokens
         if not isinstance(given, list | tuple) or any(isinstance(r, bool) or not isinstance(r, int) for r in given):
@@ -252,7 +266,12 @@ class Recipe(Tabular):
     @property
     def searches(self) -> bool:
         """Whether models have to be tried on held-out data to choose the widths."""
-        return self.min_agreement is not None or (self.has_target and self.allocate == GAIN)
+        return self.min_agreement is not None or (self.has_target and (self.allocate == GAIN or self.splits_evenly))
+
+    @property
+    def splits_evenly(self) -> bool:
+        """Whether layers lose the same, and trials tell how much of it are heads: not under the paper's rankings."""
+        return self.allocate == UNIFORM and self.rank == "exact" and self.target_latency is None
 
     def sparsity(self, kind: str, name: str) -> float:
         """The share that is to be removed at the site `name` of this kind."""
@@ -279,14 +298,27 @@ class Recipe(Tabular):
         changes: dict[str, Any] = {**dict.fromkeys(TARGETS), **shares}
         return replace(self, **changes, overrides=overrides)
 
+    def goal(self) -> str:
+        """What is asked for, in a few words."""
+        if self.min_agreement is not None:
+            return f"as far as {self.min_agreement:.1%} agreement with the dense model allows"
+        for name, what in _UNITS.items():
+            if (share := getattr(self, name)) is not None:
+                return f"to at most {share:.0%} of its {what}"
+        parts = [f"{share:.0%} of its {what}" for kind, what in _REMOVED.items() if (share := getattr(self, kind))]
+        return "by " + (" and ".join(parts) or "what overrides, output and tokens say")
+
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.skip)
 
-    def multiple(self, kind: str) -> int:
-        """Kept widths at sites of this kind are rounded up to a multiple of this."""
+    def multiple(self, kind: str, width: int) -> int:
+        """Kept widths at sites of this kind, `width` wide in the dense model, are rounded up to a multiple of this."""
         if isinstance(self.round_to, int):
             return self.round_to
-        multiples = FAST if isinstance(self.round_to, str) else self.round_to
+        if self.round_to == "gguf":
+            multiples: Mapping[str, int] = {"mlp": SUPERBLOCK if width >= 16 * SUPERBLOCK else BLOCK}
+        else:
+            multiples = FAST if isinstance(self.round_to, str) else self.round_to
         return multiples.get(ROUNDING_KEYS[kind], 1)
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, str]]]:
@@ -352,14 +384,14 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_rounding(value: object) -> None:
-    if value == "fast":
+    if value in NAMED_MULTIPLES:
         return
     known = sorted(set(ROUNDING_KEYS.values()))
     if isinstance(value, Mapping) and (unknown := sorted(str(key) for key in value if key not in known)):
         raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
     for multiple in value.values() if isinstance(value, Mapping) else [value]:
         if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'fast')")
+            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'fast', 'gguf')")
 
 
 def _globs(value: object) -> tuple[str, ...]:

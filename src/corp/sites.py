@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -89,7 +89,8 @@ class Mask:
 class MLPSite:
     """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`.
 
-    Its tokens come as (B, n, D), or (n, B, D) if not `batch_first`.
+    Its tokens come as (B, n, D), or (n, B, D) if not `batch_first`. An expert sees only the tokens that are routed to
+    it; `experts` is the module that holds it and its like, which all keep one width.
     """
 
     name: str
@@ -97,6 +98,7 @@ class MLPSite:
     down: str
     mask: Mask | None = None
     batch_first: bool = True
+    experts: str | None = None
     kind: ClassVar[str] = "mlp"
 
     @property
@@ -313,6 +315,13 @@ class Sites(Tabular):
 
     def __getitem__(self, name: str) -> Site:
         return self._by_name[name]
+
+    def refusing(self, sites: Iterable[Site], reason: str) -> Sites:
+        """Without these sites, which are refused for this reason."""
+        lost = {site.name: Refusal(site.name, site.kind, reason) for site in sites}
+        kept = [site for site in self if site.name not in lost]
+        refused = [*self.refused, *lost.values()]
+        return Sites(kept, refused, self.adapter, self.output, self.layers, self.proven - set(lost))
 
     def get(self, name: str) -> Site | None:
         return self._by_name.get(name)

@@ -185,11 +185,12 @@ def test_pruning_goes_as_far_as_agreement_allows() -> None:
     assert result.report.to_dict()["why"] == result.plan.why
 
 
-def test_without_the_shape_of_inputs_parameters_are_searched() -> None:
+def test_operations_are_counted_through_the_users_own_forward() -> None:
     model, data = build("vit"), batches("vit", 6, 10)
     recipe = Recipe.paper(min_agreement=0.5)
-    result = corp.prune(model, [{"x": batch} for batch in data], recipe, forward=lambda m, b: m(b["x"]))
-    assert "target_params" in result.plan.why["agreement"]["steps"][0]
+    for given, searched in ((iter(data), "target_params"), (data, "target_macs")):
+        result = corp.prune(model, given, recipe, forward=lambda m, x: m(x))
+        assert searched in result.plan.why["agreement"]["steps"][0]
 
 
 @pytest.mark.parametrize("agreement", [0.3, 1.0])

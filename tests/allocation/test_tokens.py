@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import corp
 from corp import Recipe
-from corp.allocation.tokens import choose_schedule, choose_split, curve_shape, few, mac_share, merged_copy, tilt
+from corp.allocation.tokens import choose_schedule, few, first_sample, in_every_second, mac_share, merged_copy, tilt
 from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
@@ -66,25 +64,6 @@ def test_what_cannot_be_reached_is_refused() -> None:
         few([])
 
 
-def test_one_budget_serves_tokens_and_widths() -> None:
-    model, (held, *calibration) = models.build("no-class-token"), models.batches("no-class-token", count=3)
-    made: dict[float, nn.Module] = {}
-
-    def make(merging: Merging, width_share: float) -> nn.Module:
-        merged = merged_copy(model, merging)
-        recipe = Recipe(target_macs=width_share, sequential=False)
-        made[width_share] = merged if width_share == 1 else corp.prune(merged, calibration, recipe).model
-        return made[width_share]
-
-    shares = (1.0, 0.9, 0.8)
-    chosen, width_share = choose_split(model, [held], PATCHES, 0.65, make, shares=shares)
-    one = held[:1]
-    assert count_macs(made[width_share], one) <= 0.65 * count_macs(model, one)
-    moved = {share: Reference(model, [held]).compare(tried).divergence().value for share, tried in made.items()}
-    assert width_share == min(moved, key=lambda share: moved[share])
-    assert chosen.divergence == pytest.approx(moved[width_share])
-
-
 def test_a_tilt_moves_merging_to_later_blocks_and_back() -> None:
     shape = [1.0, 1.0, 1.0]
     later = tilt(shape, 0.5)
@@ -92,19 +71,17 @@ def test_a_tilt_moves_merging_to_later_blocks_and_back() -> None:
     assert tilt(later, -0.5) == pytest.approx(shape)
 
 
-def test_the_shape_from_curves_minimises_what_it_says() -> None:
-    """Against a random search: no shape of the same savings has a lower sum of c r^4."""
-    moved = [0.4, 0.1, 0.2, 0.05]
-    saved = torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64)
-    c = torch.tensor(moved, dtype=torch.float64)
+def test_half_as_many_merges_take_as_many_tokens() -> None:
+    assert in_every_second([1.0, 2.0, 3.0, 4.0]) == [0.0, 3.0, 0.0, 7.0]
+    assert in_every_second([1.0, 2.0, 3.0]) == [0.0, 3.0, 0.0]
 
-    def error(shape: Tensor) -> Any:
-        shape = shape / (shape * saved).sum(-1, keepdim=True)
-        return (c * shape**4).sum(-1)
 
-    found = error(torch.tensor(curve_shape(moved, 4), dtype=torch.float64))
-    draws = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert float(found) <= float(error(draws).min())
+def test_the_first_sample_of_any_batch() -> None:
+    x = torch.arange(6.0).reshape(3, 2)
+    found = first_sample({"pixels": x, "pair": (x, [x, "text"])})
+    assert torch.equal(found["pixels"], x[:1])
+    assert torch.equal(found["pair"][1][0], x[:1])
+    assert found["pair"][1][1] == "text"
 
 
 def test_nothing_is_changed_by_choosing() -> None:

@@ -24,6 +24,7 @@ from corp.calibration.tokens import choose_tokens
 from tests.helpers.command import run
 from tests.helpers.models import build, images
 from tests.helpers.observers import Recorder
+from tests.helpers.seeds import seed, seeded
 
 ROOT = Path(__file__).parents[2]
 ALL = Settings(tokens="all")
@@ -234,7 +235,7 @@ HARD = {
 
 @pytest.mark.parametrize("case", HARD)
 def test_hard_cases_stay_close_to_two_passes(case: str) -> None:
-    x = HARD[case](torch.Generator().manual_seed(0))
+    x = HARD[case](seeded(0))
     moments = Moments(12)
     for part in x.split(700):
         moments.update(part)
@@ -266,7 +267,7 @@ def started(command: list[str]) -> subprocess.Popen[bytes]:
 def test_a_killed_run_continues_to_the_same_bits(tmp_path: Path) -> None:
     whole = finished(run_calibration(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
-    generator, kills = random.Random(0), 0
+    generator, kills = random.Random(seed()), 0
     partial = tmp_path / ".killed.partial"
     for _ in range(3):
         with started(run_calibration(tmp_path / "killed", "--pause", "0.4")) as process:

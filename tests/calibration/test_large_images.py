@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import corp
 from corp.calibration.job import Settings
 from corp.calibration.tokens import choose_tokens
+from tests.helpers.seeds import seed_all
 
 SIDE = 73  # patches of 14 on 1,022 pixels
 
@@ -47,7 +48,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", ["auto", 200, "all"])
 def test_calibration_holds_a_few_times_the_activations_of_a_large_image(tokens: str | int) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     model = VisionTransformer(
         img_size=1024, patch_size=16, embed_dim=16, depth=2, num_heads=2, num_classes=0, dynamic_img_size=True
     ).eval()

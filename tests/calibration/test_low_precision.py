@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import corp
 from corp.cli.main import app
 from tests.helpers import hf_folders
+from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +45,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
     for i in range(4):
-        noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=seeded(i))
         Image.fromarray(noise.numpy()).save(folder / f"{i}.png")
     return folder
 
@@ -82,7 +83,7 @@ def test_asking_for_half_precision_saves_it(texts: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", HALF)
 def test_timm_weights_keep_their_dtype(name: str, photos: Path, tmp_path: Path) -> None:
     dtype = HALF[name]
-    torch.manual_seed(0)
+    seed_all(0)
     save_file(timm.create_model("test_vit").to(dtype).state_dict(), tmp_path / "half.safetensors")
     options = ("--weights", tmp_path / "half.safetensors", "--batch-size", 2)
     for folder, more in (("in-half", ()), ("in-single", ("--dtype", "float32"))):

@@ -22,6 +22,7 @@ from corp.evaluate.redundancy import analyze
 from corp.numerics.redundancy import effective_rank, inactivity, k_share, redundancy
 from tests.helpers.command import run
 from tests.helpers.models import build, images
+from tests.helpers.seeds import seed_all
 
 
 def brute_rank(values: list[float]) -> float:
@@ -160,7 +161,7 @@ def stats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Statistics of a named model over noise: the command needs no weights for them."""
     import timm
 
-    torch.manual_seed(0)
+    seed_all(0)
     path = tmp_path_factory.mktemp("analyze") / "stats"
     corp.calibrate(timm.create_model("deit_tiny_patch16_224"), [torch.randn(2, 3, 224, 224)]).save(path)
     return path

@@ -22,6 +22,7 @@ from corp.measure import timing
 from corp.measure.footprint import disk_bytes, peak_bytes, weight_bytes
 from tests.helpers.command import run
 from tests.helpers.models import build, vit
+from tests.helpers.seeds import seed_all
 
 MODEL = "deit_tiny_patch16_224"
 
@@ -162,7 +163,7 @@ def test_peak_of_a_model_falls_with_its_widths() -> None:
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeiT-Tiny's shapes at image size 64, with odd widths."""
-    torch.manual_seed(0)
+    seed_all(0)
     path = tmp_path_factory.mktemp("bench") / "pruned"
     model = timm.create_model(MODEL, img_size=64).eval()
     recipe = corp.Recipe.paper(mlp=0.6, attn=0.4, compensate="none", skip=("blocks.[2-9].attn", "blocks.1?.attn"))

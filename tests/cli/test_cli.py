@@ -18,15 +18,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import corp
+from corp.adapters import registry
 from corp.cli.sweep import parse_range
 from tests.helpers.command import content, failure, run
+from tests.helpers.seeds import seed_all, seeded
 
 MODEL = "test_vit"  # six blocks of 64 channels
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
+    seed_all(0)
     path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
     save_file(timm.create_model(MODEL).state_dict(), path)
     return path
@@ -36,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
     for i in range(4):
-        noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        noise = torch.randint(0, 255, (40, 40, 3), dtype=torch.uint8, generator=seeded(i))
         Image.fromarray(noise.numpy()).resize((240, 240)).save(folder / f"{i}.png")
     return folder
 
@@ -274,3 +276,35 @@ def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) 
     tensors["blocks.0.mlp.fc1.weight"] *= 1.5  # still a valid file, and another function
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     assert "1 of 3 sites do not do what their weights say: blocks.0.mlp" in failure("check", out, *data)
+
+
+def test_a_dry_run_tells_time_and_memory_and_writes_nothing(weights: Path, photos: Path, tmp_path: Path) -> None:
+    options = ("--weights", weights, "--calib", photos, "--sparsity", 0.5, "--batch-size", 2, "--device", "cpu")
+    shown = run("prune", MODEL, *options, "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    assert f"pruning {MODEL}" in shown.output
+    made = content("prune", MODEL, *options, "--dry-run", "-o", tmp_path / "out")
+    names = [stage["stage"] for stage in made["stages"]]
+    assert names[0] == "calibrating on cpu"
+    assert {"planning", "checking"} < set(names)
+    assert made["seconds"] == pytest.approx(sum(stage["seconds"] for stage in made["stages"]))
+    assert not list(tmp_path.iterdir())
+    assert "--dry-run" in failure("prune", MODEL, *options)  # no output was named
+
+
+def test_prune_finds_the_sites_once(
+    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def counting(model: torch.nn.Module, *args: object) -> object:
+        found.append(next(model.parameters()).device.type)
+        return search(model, *args)
+
+    search = registry.search
+    monkeypatch.setattr(registry, "search", counting)
+    monkeypatch.setattr("corp.cli.prune.exportable", lambda _model, _recipe: "")  # asks every export by itself
+    options = ("--weights", weights, "--calib", photos, "--sparsity", 0.5, "--batch-size", 2, "--device", "cpu")
+    result = run("prune", MODEL, *options, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert found.count("cpu") == 1  # saving rebuilds the architecture, without weights, and searches that

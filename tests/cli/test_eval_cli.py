@@ -19,6 +19,7 @@ from corp.adapters import timm_models
 from corp.data.images import ImageBatches, list_images
 from corp.data.labels import LabelledBatches, find_labels, read_labels
 from tests.helpers import command
+from tests.helpers.seeds import seed, seed_all
 
 MODEL = "deit_tiny_patch16_224"
 
@@ -31,15 +32,15 @@ def content(*args: object) -> dict[str, Any]:
     return command.content("eval", *args, "--device", "cpu")
 
 
-def photo(path: Path, seed: int) -> None:
+def photo(path: Path, number: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+    noise = np.random.default_rng(seed(number)).integers(0, 255, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(noise).resize((240, 240)).save(path)
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
+    seed_all(0)
     model = timm.create_model(MODEL)
     nn.init.normal_(model.head.weight, std=0.5)  # classes that differ from image to image
     path = tmp_path_factory.mktemp("weights") / "deit.safetensors"

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
-import torch
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
@@ -20,13 +19,14 @@ from corp.evaluate.dense import Segmentation, evaluate_maps
 from corp.evaluate.heads import HeadInfo, LinearHead, WithHead, load_head, save_head
 from tests.helpers import command
 from tests.helpers.command import failure
+from tests.helpers.seeds import seed, seed_all
 
 MODEL, SIZE = "vit_tiny_patch16_224", "32x48"
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
+    seed_all(0)
     path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
     state = timm.create_model(MODEL).state_dict()  # with MLPs large enough to matter
     save_file({name: 5 * value if ".mlp.fc" in name else value for name, value in state.items()}, path)
@@ -36,7 +36,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty images in images/ whose left part is red and right part blue, with labels/ that say so and depths/."""
-    root, rng = tmp_path_factory.mktemp("data") / "scenes", np.random.default_rng(0)
+    root, rng = tmp_path_factory.mktemp("data") / "scenes", np.random.default_rng(seed())
     for folder in ("images", "labels"):
         (root / folder).mkdir(parents=True)
     (root.parent / "rooms").mkdir()
@@ -138,7 +138,7 @@ def test_one_message_for_bad_input(weights: Path, scenes: Path, head: Path, tmp_
 
 
 def test_a_whole_model_of_transformers_gives_its_own_maps(scenes: Path, tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     sizes = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3, "image_size": 28, "patch_size": 7}
     stages = {"out_features": ["stage1", "stage2", "stage3", "stage4"], "reshape_hidden_states": False}
     config = transformers.DepthAnythingConfig(

@@ -22,6 +22,7 @@ from corp.cli.sources import sequences_per_batch
 from corp.errors import DataError, ModelError
 from tests.helpers import hf_folders
 from tests.helpers.command import content, failure, run
+from tests.helpers.seeds import seed
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +264,7 @@ def test_image_models_of_transformers(vit: Path, tmp_path: Path) -> None:
     for label in range(5):
         (photos / str(label)).mkdir(parents=True)
         for i in range(3):
-            noise = np.random.default_rng(10 * label + i).integers(0, 255, (20, 24, 3), dtype=np.uint8)
+            noise = np.random.default_rng(seed(10 * label + i)).integers(0, 255, (20, 24, 3), dtype=np.uint8)
             Image.fromarray(noise).save(photos / str(label) / f"{i}.png")
     done = run("prune", f"hf:{vit}", "--calib", photos, "--mlp", 0.5, "-o", out, "--device", "cpu")
     assert done.exit_code == 0, done.output

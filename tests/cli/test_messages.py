@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 from corp.adapters import hub, timm_models
 from corp.cli.console import command, in_flags, told
-from corp.cli.inputs import goal
 from corp.cli.sources import refuse_labels, warn_of_odd_images
 from corp.data.documents import in_order, open_documents
 from corp.errors import CorpWarning, DataError, ModelError
 from corp.recipe import Recipe
 from tests.helpers.command import failure
+from tests.helpers.seeds import seeded
 
 SPELLED = {
     "sequential=True needs the data: use corp.prune": "--sequential needs the data: use corp prune",
@@ -58,9 +58,9 @@ def test_no_error_of_a_recipe_names_a_python_argument_on_the_command_line(tmp_pa
 
 
 def test_a_run_says_what_it_will_do() -> None:
-    assert goal(Recipe(mlp=0.5, attn=0.25)) == "by 50% of its MLP channels and 25% of its query and key dimensions"
-    assert goal(Recipe(target_macs=0.6)) == "to at most 60% of its MACs"
-    assert goal(Recipe(min_agreement=0.95)) == "as far as 95.0% agreement with the dense model allows"
+    assert Recipe(mlp=0.5, attn=0.25).goal() == "by 50% of its MLP channels and 25% of its query and key dimensions"
+    assert Recipe(target_macs=0.6).goal() == "to at most 60% of its MACs"
+    assert Recipe(min_agreement=0.95).goal() == "as far as 95.0% agreement with the dense model allows"
 
 
 def test_a_folder_that_is_missing_is_told_with_one_that_is_near(
@@ -106,7 +106,7 @@ def test_weights_of_another_model_are_told_with_its_name(tmp_path: Path) -> None
 
 def _image(path: Path, values: int) -> Path:
     path.parent.mkdir(exist_ok=True)
-    grey = torch.randint(values, (48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    grey = torch.randint(values, (48, 48), dtype=torch.uint8, generator=seeded(0))
     Image.fromarray(grey.numpy()).save(path)
     return path
 

@@ -18,6 +18,7 @@ from corp.measure.units import unit_costs
 from corp.sites import AttentionSite, MLPSite, Rows
 from tests.helpers.hf_models import output_of
 from tests.helpers.models import FAMILIES, batches, build, call, images, prune, run, vit
+from tests.helpers.seeds import seeded
 from tests.helpers.site_outputs import hidden_output, logit_errors, parameters_of
 
 
@@ -136,7 +137,7 @@ def test_redundant_channels_are_pruned_without_loss(family: str) -> None:
 def test_redundant_dimensions_are_pruned_without_loss(family: str) -> None:
     """Heads whose Q/K dimensions are all mixtures of half as many lose half of them for nothing."""
     model, data = build(family), batches(family)
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     for site in corp.find_sites(model).attention:
         half, d = site.width // 2, site.width
         for rows in (site.q, site.k):
@@ -155,7 +156,7 @@ def test_redundant_dimensions_are_pruned_without_loss(family: str) -> None:
 def test_redundant_values_are_pruned_without_loss(family: str) -> None:
     """Heads whose values are mixtures of half as many lose half of them for nothing, whatever the mixture."""
     model, data = build(family), batches(family)
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     for site in corp.find_sites(model).values:
         half, d = site.width // 2, site.width
         for h in range(site.groups):

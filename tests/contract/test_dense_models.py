@@ -14,6 +14,7 @@ import corp
 from corp.evaluate.dense import MapScore
 from corp.evaluate.heads import OwnMaps, task_of
 from corp.evaluate.run import Contender, side_by_side
+from tests.helpers.seeds import seed_all, seeded
 
 VIT = {"hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 3, "image_size": 28, "patch_size": 7}
 STAGES = ["stage1", "stage2", "stage3", "stage4"]
@@ -64,7 +65,7 @@ MODELS = [
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
+    seed_all(0)
     model = make().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -74,7 +75,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def batches(count: int = 3) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     return [{"pixel_values": torch.randn(20, 3, 28, 28, generator=generator)} for _ in range(count)]
 
 

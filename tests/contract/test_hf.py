@@ -20,6 +20,7 @@ from corp.calibration.job import Settings
 from corp.measure.cost import count_params
 from tests.helpers import hf_models
 from tests.helpers.models import FAMILIES, batches, build, prune, run
+from tests.helpers.seeds import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*data that was not fitted:corp.errors.CorpWarning")
 HF = [name for name in FAMILIES if name.startswith("hf-")]
@@ -33,7 +34,7 @@ def pruned(family: str, recipe: Recipe = BOTH, dtype: torch.dtype = torch.float6
 
 def documents(count: int = 24) -> list[Tensor]:
     """Token ids of unequal lengths, 1 to 20."""
-    g = torch.Generator().manual_seed(7)
+    g = seeded(7)
     lengths = torch.randint(1, 21, (count,), generator=g).tolist()
     return [torch.randint(3, 50, (n,), generator=g) for n in lengths]
 
@@ -96,7 +97,7 @@ def test_padded_batches_give_the_statistics_of_single_documents(family: str) -> 
 def test_each_tower_of_clip_has_its_own_padding() -> None:
     model, ids = build("hf-clip"), [x for x in documents() if len(x) > 2][:12]
     ids = [torch.cat([x, torch.tensor([2])]) for x in ids]  # the end token is what the text tower pools
-    g = torch.Generator().manual_seed(3)
+    g = seeded(3)
     pixels = torch.randn(12, 3, 16, 16, generator=g, dtype=torch.float64)
     alone = [{"input_ids": x[None], "pixel_values": p[None]} for x, p in zip(ids, pixels, strict=True)]
     both = {key: value for key, value in padded(ids, "right").items() if key != "position_ids"}
@@ -108,7 +109,7 @@ def test_each_tower_of_clip_has_its_own_padding() -> None:
 
 def test_whisper_masks_decoder_tokens_only() -> None:
     model, ids = build("hf-whisper"), documents(12)
-    g = torch.Generator().manual_seed(3)
+    g = seeded(3)
     sound = torch.randn(12, 8, 20, generator=g, dtype=torch.float64)
     alone = [{"input_features": s[None], "decoder_input_ids": x[None]} for s, x in zip(sound, ids, strict=True)]
     text = padded(ids, "right")
@@ -121,7 +122,7 @@ def test_whisper_masks_decoder_tokens_only() -> None:
 
 def test_cross_attention_masks_both_sequences() -> None:
     model, ids = build("hf-bert-decoder"), documents(12)
-    g = torch.Generator().manual_seed(3)
+    g = seeded(3)
     states = [torch.randn(1, n, 24, generator=g, dtype=torch.float64) for n in range(1, 13)]
     alone = [{"input_ids": x[None], "encoder_hidden_states": s} for x, s in zip(ids, states, strict=True)]
     source = torch.cat([nn.functional.pad(s, (0, 0, 0, 12 - s.shape[1]), value=9.0) for s in states])
@@ -137,7 +138,7 @@ def test_cross_attention_masks_both_sequences() -> None:
 @pytest.mark.parametrize("family", ["torch-encoder", "torch-encoder-sequence-first"])
 def test_padding_of_torch_layers_is_no_data_either(family: str) -> None:
     model, settings = build(family), Settings(tokens=4)
-    g = torch.Generator().manual_seed(3)
+    g = seeded(3)
     sources = [torch.randn(1, n, 24, generator=g, dtype=torch.float64) for n in range(1, 13)]
     src = torch.cat([nn.functional.pad(s, (0, 0, 0, 12 - s.shape[1]), value=9.0) for s in sources])
     hidden = torch.stack([torch.arange(12) >= s.shape[1] for s in sources])

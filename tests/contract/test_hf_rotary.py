@@ -22,6 +22,7 @@ from corp.calibration.job import Settings
 from corp.sites import AttentionSite
 from corp.surgery.hf_attention import NarrowAttention
 from tests.helpers.rotary_models import BASE, FAMILIES, LAYERS, PARTIAL, batches, build, calibrate, data_for, logits
+from tests.helpers.seeds import seed_all
 
 
 @pytest.fixture(params=FAMILIES)
@@ -215,7 +216,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_qk_norm_is_refused_with_the_reason_and_the_mlp_pruned(name: str) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     model, data = REFUSED[name]().double().eval(), batches()
     with pytest.raises(CorpError, match="QK-norm divides by the length of the whole head"):
         corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5))

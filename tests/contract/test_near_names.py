@@ -8,6 +8,7 @@ import random
 import timm
 
 from corp.adapters.near_names import near, prefix_distance
+from tests.helpers.seeds import seed
 
 
 @functools.cache
@@ -19,7 +20,7 @@ def edits(a: str, b: str) -> int:
 
 
 def test_the_distance_is_the_least_to_any_prefix() -> None:
-    draw = random.Random(0)
+    draw = random.Random(seed())
     for _ in range(200):
         name, other = ("".join(draw.choices("abc", k=draw.randint(0, 6))) for _ in range(2))
         assert prefix_distance(name, other) == min(edits(name, other[:end]) for end in range(len(other) + 1))

@@ -15,12 +15,13 @@ import corp.calibration.job
 import corp.planning.plan
 from corp import CorpError, Recipe
 from corp.storage.export.possible import targets_for
+from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # little data: that fits are weak is said
 
 
 def build(*, tied: bool = True) -> Any:
-    torch.manual_seed(3)
+    seed_all(3)
     config = hf.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=120,
         max_position_embeddings=32, tie_word_embeddings=tied,
@@ -33,7 +34,7 @@ def build(*, tied: bool = True) -> Any:
 
 
 def data(count: int = 12) -> list[dict[str, Tensor]]:
-    g = torch.Generator().manual_seed(0)
+    g = seeded(0)
     return [{"input_ids": torch.randint(0, 120, (4, 10), generator=g)} for _ in range(count)]
 
 

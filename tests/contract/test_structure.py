@@ -21,6 +21,7 @@ from corp.sites import MLPSite, Refusal, Rows
 from corp.testing import check_model
 from tests.helpers.hf_models import TEXT
 from tests.helpers.models import SMALL, vit
+from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few samples, on purpose
 GROUPED = {**TEXT, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -52,12 +53,12 @@ class Block(nn.Module):
 
 
 def ids(*names: str) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     return {name: torch.randint(3, 50, (8, 11), generator=g) for name in names}
 
 
 def images(size: int = 16) -> Tensor:
-    return torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(8, 3, size, size, generator=seeded(1), dtype=torch.float64)
 
 
 # What to build, a batch, and how many MLPs, Q/K and V/O there are to find.
@@ -80,16 +81,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, i
         images,
         (2, 2, 2),
     ),
+    "biases-apart": (lambda: timm.models.eva.Eva(**SMALL, use_rot_pos_emb=True), images, (2, 2, 2)),
     "own": (
         lambda: nn.Sequential(Block(), Block()),
-        lambda: torch.randn(8, 9, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+        lambda: torch.randn(8, 9, 24, generator=seeded(1), dtype=torch.float64),
         (2, 2, 2),
     ),
 }
 
 
 def build(name: str) -> nn.Module:
-    torch.manual_seed(3)
+    seed_all(3)
     model = MODELS[name][0]().double().eval()
     with torch.no_grad():  # random initialisation is tiny: every part must matter
         for parameter in model.parameters():

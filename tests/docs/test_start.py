@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 
 from corp.adapters import torchvision_import
 from corp.errors import CorpWarning
-from tests.helpers import hf_folders
+from tests.helpers import decoders, hf_folders
 from tests.helpers.command import run
+from tests.helpers.seeds import seeded
 
 PAGES = Path(__file__).parents[2] / "docs" / "start"
 BLOCK = re.compile(
@@ -112,7 +113,7 @@ def free_port() -> str:
 
 def photos(folder: Path, count: int) -> None:
     folder.mkdir()
-    draw = torch.Generator().manual_seed(count)
+    draw = seeded(count)
     for number in range(count):
         pixels = torch.randint(0, 256, (20, 20, 3), generator=draw, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(folder / f"{number:02}.png")
@@ -133,7 +134,9 @@ def test_the_image_page(tmp_path: Path) -> None:
 
 
 def test_the_language_page(tmp_path: Path) -> None:
-    hf_folders.llama(tmp_path / "SmolLM2-135M")
+    pytest.importorskip("gguf", reason="GGUF files are written with the package gguf")
+    decoders.build("llama").save_pretrained(tmp_path / "SmolLM2-135M")
+    decoders.tokenizer().save_pretrained(tmp_path / "SmolLM2-135M")
     hf_folders.texts(tmp_path / "texts.jsonl")
     (tmp_path / "held-out.txt").write_text("\n".join(hf_folders.sentences(30, 20, seed=1)))
     printed = walk("language.md", {"8000": free_port()})

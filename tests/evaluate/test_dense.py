@@ -15,6 +15,7 @@ import corp
 from corp.data.dense import DensePairs, WholeImage, find_pairs, match_maps, read_target
 from corp.errors import CorpWarning
 from corp.evaluate.dense import Depth, MapMetric, MapScore, Segmentation, evaluate_maps
+from tests.helpers.seeds import seed, seeded
 
 PLAIN = WholeImage((4, 4), (0.0,) * 3, (1.0,) * 3)
 
@@ -76,7 +77,7 @@ def jackknife(metric: Depth | Segmentation, name: str) -> float:
 
 
 def test_intervals_over_images_agree_with_the_jackknife() -> None:
-    n, generator = 60, torch.Generator().manual_seed(3)
+    n, generator = 60, seeded(3)
     hard = torch.rand(n, 1, 1, 1, generator=generator)  # images differ in how hard they are
     target = torch.randint(0, 3, (n, 8, 8), generator=generator)
     logits = nn.functional.one_hot(target, 3).movedim(-1, 1) + 2 * hard * torch.randn(n, 3, 8, 8, generator=generator)
@@ -172,7 +173,7 @@ def test_maps_are_found_by_name_in_every_layout(tmp_path: Path, layout: str) -> 
         "parent of annot": (root / "train", root / "trainannot"),
     }[layout]
     for i in range(3):
-        pixels = np.random.default_rng(i).integers(30, 255, (4, 4, 3))
+        pixels = np.random.default_rng(seed(i)).integers(30, 255, (4, 4, 3))
         paint(images / "a" / f"{i}.bmp", pixels)
         (maps / "a").mkdir(parents=True, exist_ok=True)
         np.save(maps / "a" / f"{i}.npy", pixels[..., 0].astype(np.float32) / 255)

@@ -18,6 +18,7 @@ from corp.evaluate.language import IGNORED, NextTokens
 from corp.evaluate.sentences import Embeddings, pool, ranks, spearman, sts_spearman
 from corp.evaluate.tasks import run_tasks
 from corp.measure.intervals import Mean
+from tests.helpers.seeds import seeded
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_outputs_that_are_no_language_models(case: tuple[Tensor, Tensor, Tensor]
 
 
 def test_the_interval_over_sequences_covers_the_truth() -> None:
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     hits = 0
     for _ in range(400):
         # Tokens of a sequence share its own level, so 30 sequences are 30 samples however long they are.

@@ -11,6 +11,7 @@ from corp.errors import CorpWarning
 from corp.evaluate.dense import Depth, Segmentation, evaluate_maps
 from corp.evaluate.heads import HeadInfo, WithHead
 from corp.evaluate.probe import WeightedSums, fit_head, patch_targets
+from tests.helpers.seeds import seed_all
 
 
 class Pixels(nn.Module):
@@ -23,7 +24,7 @@ class Pixels(nn.Module):
 
 
 def test_the_fit_equals_brute_force_weighted_ridge() -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     x, y, w = torch.randn(40, 5).double() + 3, torch.randn(40, 2).double(), torch.rand(40).double()
     sums = WeightedSums()
     sums.update(x[:25], y[:25], w[:25])
@@ -59,7 +60,7 @@ def test_a_linear_depth_is_found_exactly_also_with_holes() -> None:
 
 
 def test_rare_classes_are_predicted_and_unlabelled_pixels_are_not_data() -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     labels = (torch.rand(60, 2, 3) < 0.04).long()  # 4 % are class 1
     images = 0.6 * torch.randn(60, 3, 4, 6)
     images[:, 0] += labels.repeat_interleave(2, 1).repeat_interleave(2, 2)

@@ -23,11 +23,12 @@ from corp.errors import RecipeError
 from corp.planning.plan import PLAN_VERSION, GroupCost, Plan, SitePlan
 from corp.recipe import BASES, COMPENSATIONS, KINDS, RANKINGS, kept_width
 from tests.helpers.fuzz import TARGETS, damaged
+from tests.helpers.seeds import SEED, seeded
 
 ROOT = Path(__file__).parents[2]
 SLOW = {"saved timm model": 2, "statistics": 10, "transformers folder": 8, "checkpoint": 15}
-# The same examples every time, however slow the machine.
-settings.register_profile("corp", deadline=None, derandomize=True, database=None, max_examples=60)
+# The same examples every time unless a seed is given (with --hypothesis-seed), however slow the machine.
+settings.register_profile("corp", deadline=None, derandomize=SEED == 0, database=None, max_examples=60)
 settings.load_profile("corp")
 
 
@@ -99,7 +100,7 @@ def test_recipes_are_made_or_refused() -> None:
         accepted.append(raw)
         for kind in KINDS:
             assert 0 <= made.sparsity(kind, "blocks.0.mlp") < 1
-            assert made.multiple(kind) >= 1
+            assert made.multiple(kind, 64) >= 1
 
     read()
     assert [raw for raw in accepted if raw]
@@ -170,7 +171,7 @@ def test_damaged_plans_come_past_the_door(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(1, 6), st.integers(0, 2**32))
 def test_moments_of_parts_add_up_to_those_of_the_whole(sizes: list[int], width: int, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
+    draw = seeded(seed)
     parts = [torch.randn(size, width, generator=draw, dtype=torch.float64) * 3 + 5 for size in sizes]
     whole, total = Moments(width), Moments(width)
     for part in parts:

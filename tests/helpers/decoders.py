@@ -14,6 +14,7 @@ import corp
 from corp import Recipe, Result
 from corp.calibration.job import Settings
 from tests.helpers.hf_folders import sentences
+from tests.helpers.seeds import seed_all, seeded
 
 SIZE = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
@@ -37,7 +38,7 @@ UNEVEN = {"model.layers.0.*": {"mlp": 0.3}}
 
 def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Weights large enough that every part matters."""
-    torch.manual_seed(1)
+    seed_all(1)
     model = FAMILIES[family]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -49,7 +50,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def batches(count: int = 4) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     return [{"input_ids": torch.randint(3, 320, (8, 16), generator=generator)} for _ in range(count)]
 
 

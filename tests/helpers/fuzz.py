@@ -47,6 +47,7 @@ from corp.report.html import Run, page
 from corp.surgery.apply import shrink
 from tests.helpers import hf_folders
 from tests.helpers.models import build, images
+from tests.helpers.seeds import seed_all
 
 MEMORY = 6 * 2**30  # of address space; torch alone takes half of it
 SECONDS = 20  # per case
@@ -169,7 +170,7 @@ def read_statistics(folder: Path) -> None:
 
 def _llama() -> Any:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
-    torch.manual_seed(0)
+    seed_all(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes)).eval()
 
 
@@ -209,7 +210,7 @@ def make_hf_saved(folder: Path) -> None:
 def make_timm_saved(folder: Path) -> None:
     import timm
 
-    torch.manual_seed(0)
+    seed_all(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=2).eval()
     batch = [torch.randn(8, 3, 32, 32) for _ in range(3)]
     corp.save(corp.prune(model, batch, Recipe.paper(mlp=0.9, attn=0.5)), folder / "saved")
@@ -242,7 +243,7 @@ def make_weights(folder: Path) -> None:
     import timm
     from safetensors.torch import save_file
 
-    torch.manual_seed(0)
+    seed_all(0)
     state = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32, num_classes=2).state_dict()
     save_file(state, folder / "weights.safetensors")
     torch.save(state, folder / "weights.pth")

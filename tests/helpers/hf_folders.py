@@ -10,6 +10,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
+from tests.helpers.seeds import seed_all, seeded
+
 WORDS = ["a", "the", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree"]
 WORDS += ["and", "then", "it", "was", "happy", "sad", "big", "small", ".", ","]
 SPECIAL = ["<pad>", "</s>", "<unk>", "<s>"]
@@ -42,7 +44,7 @@ def _save(model: nn.Module, folder: Path, tok: transformers.PreTrainedTokenizerF
 
 
 def opt(folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
+    seed_all(seed)
     config = transformers.OPTConfig(
         vocab_size=32,
         hidden_size=16,
@@ -59,7 +61,7 @@ def opt(folder: Path, seed: int = 0) -> Path:
 
 
 def llama(folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
+    seed_all(seed)
     config = transformers.LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -76,7 +78,7 @@ def llama(folder: Path, seed: int = 0) -> Path:
 
 
 def bert(folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
+    seed_all(seed)
     config = transformers.BertConfig(
         vocab_size=32,
         hidden_size=16,
@@ -89,7 +91,7 @@ def bert(folder: Path, seed: int = 0) -> Path:
 
 
 def vit(folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
+    seed_all(seed)
     config = transformers.ViTConfig(
         hidden_size=16,
         num_hidden_layers=2,
@@ -114,7 +116,7 @@ def vit(folder: Path, seed: int = 0) -> Path:
 
 
 def sentences(count: int, length: int = 12, seed: int = 0) -> list[str]:
-    draw = torch.Generator().manual_seed(seed)
+    draw = seeded(seed)
     return [
         " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=draw).tolist()) for _ in range(count)
     ]

@@ -18,6 +18,7 @@ import corp
 from corp import Recipe, Result
 from corp.planning.plan import Plan
 from tests.helpers import hf_models
+from tests.helpers.seeds import seed_all, seeded
 
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 swiglu_packed = partial(GluMlp, act_layer=nn.SiLU, gate_last=False)
@@ -49,7 +50,7 @@ FAMILIES: dict[str, hf_models.Family] = {
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A model whose weights are large enough that every part of it matters to the output."""
-    torch.manual_seed(1)
+    seed_all(1)
     model = FAMILIES[family].make().to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -63,7 +64,7 @@ def build(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 def batches(family: str, count: int = 3, size: int = 0, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Random batches that the family takes; of 50, or 20 where that is enough."""
     size = size or (50 if family in TIMM else 20)
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     return [_cast(FAMILIES[family].batch(size, generator), dtype) for _ in range(count)]
 
 
@@ -94,10 +95,10 @@ def as_saved(plan: Plan) -> Plan:
 
 
 def images(batches: int = 3, size: int = 50, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     return [torch.randn(size, 3, 16, 16, generator=generator).to(dtype) for _ in range(batches)]
 
 
 def vit(**changes: object) -> nn.Module:
-    torch.manual_seed(1)
+    seed_all(1)
     return VisionTransformer(**{**SMALL, **changes}).eval()

@@ -79,4 +79,4 @@ SWEEP = [
     for c in ("full", "none")
     for s in (0.3, 0.1, 0.2)
 ]
-DEMO = {"model": "m", "images": 5, "dense": 0.98, "rows": [{"sparsity": 0.5, "full": 0.9, "mean": 0.5, "none": 0.4}]}
+DEMO = {"model": "m", "images": 5, "dense": 0.98, "rows": [{"sparsity": 0.5, "corp": 0.9, "paper": 0.5, "none": 0.4}]}

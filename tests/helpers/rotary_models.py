@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import corp
 from corp.calibration.job import Settings
 from tests.helpers.hf_models import TEXT
+from tests.helpers.seeds import seed_all, seeded
 
 BASE = {**TEXT, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
@@ -35,7 +36,7 @@ FAMILIES: dict[str, Any] = {
 
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    torch.manual_seed(1)
+    seed_all(1)
     model = FAMILIES[family]().eval()
     for parameter in model.parameters():  # not the rotary frequencies: from_pretrained does not cast them either
         parameter.data = parameter.data.to(dtype)
@@ -50,7 +51,7 @@ def build(family: str, dtype: torch.dtype = torch.float64) -> Any:
 
 def batches(count: int = 4, *, padded: bool = True) -> list[dict[str, Tensor]]:
     """Sequences of unequal lengths, padded left and right."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     made = []
     for number in range(count):
         ids = torch.randint(3, 50, (5, 11), generator=generator)

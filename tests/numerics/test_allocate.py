@@ -11,11 +11,12 @@ from torch import Tensor
 from corp.errors import PlanError
 from corp.numerics import allocate, exact
 from corp.numerics.allocate import Option
+from tests.helpers.seeds import seeded
 
 
 def falling(width: int, seed: int, *, convex: bool) -> Tensor:
     """A curve over the widths 0 … width that ends at 0."""
-    steps = torch.rand(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    steps = torch.rand(width, generator=seeded(seed), dtype=torch.float64)
     steps = steps.sort(descending=True).values if convex else steps
     return torch.cat([steps.flip(0).cumsum(0).flip(0), torch.zeros(1, dtype=torch.float64)])
 
@@ -99,7 +100,7 @@ def test_impossible_wishes_say_what_to_do() -> None:
 
 
 def test_an_elimination_path_is_a_curve() -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     X = torch.randn(200, 6, generator=generator, dtype=torch.float64)
     W, cov = torch.randn(4, 6, generator=generator, dtype=torch.float64), X.mT @ X / len(X)
     path = exact.elimination_path(W, cov, least=2)

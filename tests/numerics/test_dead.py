@@ -9,6 +9,7 @@ from torch import Tensor
 from corp.calibration.grams import Grams
 from corp.calibration.head_grams import HeadGrams
 from corp.numerics import affine, exact, logit, rotary, subspace, values
+from tests.helpers.seeds import seeded
 
 D, KEPT, PRUNED = 6, torch.tensor([0, 2, 5]), torch.tensor([1, 3, 4])
 RIDGES = pytest.mark.parametrize("ridge", [0.0, 1e-3])
@@ -16,7 +17,7 @@ RIDGES = pytest.mark.parametrize("ridge", [0.0, 1e-3])
 
 def moments(dead: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """W (4, D), mean and covariance of correlated channels, of which some are always 0."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     x = torch.randn(90, D, generator=generator, dtype=torch.float64).cumsum(1) + 1
     x[:, dead] = 0
     W = torch.randn(4, D, generator=generator, dtype=torch.float64)
@@ -62,7 +63,7 @@ def test_dead_channels_that_must_stay_are_the_last() -> None:
 
 
 def heads(dead: list[int], sides: str, *, folded: bool) -> list[HeadGrams]:
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     q, k = torch.randn(2, 5, 8, D, generator=generator, dtype=torch.float64)
     for x in [x for side, x in (("q", q), ("k", k)) if side in sides]:
         x[..., dead] = 0

@@ -12,12 +12,13 @@ from torch import Tensor
 from corp.calibration.head_grams import FoldedHead, HeadGrams, SampledHead
 from corp.numerics import affine, exact, linalg, logit, redundancy, refit, rotary, subspace, values
 from tests.helpers.places import Place
+from tests.helpers.seeds import seeded
 
 D, HEADS, KEEP = 12, 3, 2
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def indices(*places: int) -> Tensor:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from corp.numerics import exact
+from tests.helpers.seeds import seeded
 
 D, OUT = 14, 5
 
 
 @pytest.fixture
 def problem() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     X = torch.randn(200, D, generator=generator, dtype=torch.float64)
     X = X @ torch.randn(D, D, generator=generator, dtype=torch.float64)
     return torch.randn(OUT, D, generator=generator, dtype=torch.float64), X.mT @ X / len(X)

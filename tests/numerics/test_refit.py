@@ -8,16 +8,17 @@ from torch import Tensor
 
 from corp.numerics.refit import RIDGES, choose_ridge, fit_gap, gap_left, gap_of
 from corp.refit.gaps import GapSums, TokenSums
+from tests.helpers.seeds import seeded
 
 
 def tokens(count: int = 400, noise: float = 0.5) -> tuple[Tensor, Tensor]:
     """Correlated inputs x (N, 6) and gaps (N, 3) that are partly linear in them; no mean is zero."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     x = torch.randn(count, 6, generator=generator, dtype=torch.float64) @ torch.randn(
         6, 6, generator=generator, dtype=torch.float64
     )
     x = x + torch.arange(6) * 2.0
-    linear = torch.randn(3, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    linear = torch.randn(3, 6, generator=seeded(4), dtype=torch.float64)
     return x, x @ linear.mT + 1 + noise * torch.randn(count, 3, generator=generator, dtype=torch.float64)
 
 

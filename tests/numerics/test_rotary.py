@@ -11,6 +11,7 @@ from torch import Tensor
 from corp.calibration.pairs import PairSums
 from corp.errors import StatisticsError
 from corp.numerics import rotary
+from tests.helpers.seeds import seeded
 
 P, N, D = 5, 7, 11  # pairs, tokens, model width
 
@@ -25,7 +26,7 @@ def rotated(x: Tensor, frequencies: Tensor) -> Tensor:
 @pytest.fixture
 def samples() -> list[tuple[Tensor, Tensor]]:
     """Rotated queries and keys of a few samples; keys depend on queries, so that there is something to predict."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     frequencies = torch.logspace(0, -2, P, dtype=torch.float64)
     mix = torch.randn(2 * P, 2 * P, generator=generator, dtype=torch.float64)
     made = []

@@ -11,13 +11,14 @@ from corp.calibration.head_grams import HeadGrams
 from corp.errors import StatisticsError
 from corp.numerics import logit, subspace
 from corp.numerics.rank import top
+from tests.helpers.seeds import seeded
 
 N, TOKENS, D, KEEP = 7, 11, 6, 3
 
 
 def samples(heads: int) -> tuple[Tensor, Tensor]:
     """Queries (heads, N, n, d) of heads that share the keys (N, n, d): correlated, mean != 0, sample by sample."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)

@@ -58,7 +58,7 @@ def test_every_site_is_planned_at_its_place(family: str, recipe: Recipe, place: 
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_small_ridge_is_solved_as_in_float64(*place: Place) -> None:
+def test_a_small_ridge_is_solved_as_in_float64(place: Place) -> None:
     x = torch.randn(400, 60, dtype=torch.float64) * torch.logspace(0, -3, 60, dtype=torch.float64)
     A, rhs = x.mT @ x / len(x), torch.randn(60, 5, dtype=torch.float64)
     lam = 1e-7 * float(A.diagonal().mean())

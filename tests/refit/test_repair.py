@@ -27,6 +27,7 @@ from corp.sites import fingerprint, projection_of
 from corp.surgery.linear import refill
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
+from tests.helpers.seeds import seed_all, seeded
 
 HALF: dict[str, Any] = {"mlp": 0.5, "attn": 0.5, "vo": 0.5, "rank": "exact"}
 ROTARY = ("llama", "llama-biased", "qwen2", "phi", "gpt-neox")  # the last two run attention and MLP side by side
@@ -112,7 +113,8 @@ def test_the_refit_leaves_no_larger_error(family: str) -> None:
     model, data = setup(family)
     before, modes, attached = fingerprint(model), [m.training for m in model.modules()], hooks(model)
     one_shot, result = (models.prune(model, data, Recipe.paper(**HALF, sequential=mode)) for mode in (False, True))
-    assert error(result.model, model, data) < error(one_shot.model, model, data)
+    before_refit, after = (error(one.model, model, data) for one in (one_shot, result))
+    assert after < before_refit or (after == before_refit and not result.plan.why["refit"]["layers"])
     assert [(s.name, s.keep) for s in result.plan.sites] == [(s.name, s.keep) for s in one_shot.plan.sites]
     assert result.report.params == one_shot.report.params
     assert (fingerprint(model), [m.training for m in model.modules()], hooks(model)) == (before, modes, attached)
@@ -237,7 +239,7 @@ def test_layers_that_keep_their_width_make_up_for_others() -> None:
 
 def test_padding_is_not_data() -> None:
     model = models.build("hf-opt")
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     ids = torch.randint(3, 50, (12, 9), generator=generator)
     real = torch.ones_like(ids)
     plain = {"input_ids": ids, "attention_mask": real}
@@ -391,7 +393,7 @@ def test_recipes_that_make_no_sense(fields: dict[str, Any], reason: str) -> None
 
 
 def test_saved_models_load(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     model = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
     data = [torch.randn(8, 3, 32, 32) for _ in range(2)]
     result = corp.prune(model, data, Recipe.paper(**{**HALF, "rank": "combined"}, sequential=True))
@@ -402,7 +404,7 @@ def test_saved_models_load(tmp_path: Path) -> None:
 
 
 def test_layer_scales_are_found() -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x, a, b = (torch.randn(5, 7, 4, generator=generator) for _ in range(3))
     scale = torch.tensor([0.5, 1e-3, 0.0, -2.0])
     ones = stream_scales(x, x + a + b, [a, b])
@@ -440,3 +442,18 @@ def test_command(tmp_path: Path) -> None:
     said = failure("prune", f"hf:{opt}", "--stats", tmp_path, "-o", tmp_path / "no", *common, *fitted)
     assert "give --calib instead of --stats" in said
     assert not (tmp_path / "no").exists()
+
+
+def test_a_giant_token_does_not_drown_the_others() -> None:
+    """The first token of a text may be a thousand times as large as the others; the next norm divides by that."""
+    model, data = rotary_models.build("llama"), rotary_models.batches(padded=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] *= 3000
+    for batch in data:
+        batch["input_ids"][:, 0] = 1
+    one_shot, result = (models.prune(model, data, Recipe.paper(**HALF, sequential=mode)) for mode in (False, True))
+    lost = []
+    for made in (one_shot, result):
+        pairs = zip(*(list(block_outputs(one, data).values())[-1] for one in (made.model, model)), strict=True)
+        lost.append(sum(float((a - b)[:, 1:].square().sum()) / float(b[:, 1:].square().sum()) for a, b in pairs))
+    assert lost[1] < 0.9 * lost[0]

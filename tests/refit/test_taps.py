@@ -8,17 +8,20 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import corp
+from corp.errors import ModelError
 from corp.evaluate.heads import LinearHead, WithHead, patch_map
 from corp.refit.blocks import examine
+from corp.refit.merged import find_merging
 from corp.refit.readout import tokens_read
 from tests.helpers.models import SMALL
+from tests.helpers.seeds import seed_all, seeded
 
 BLOCKS = 3
 
 
 @pytest.fixture(scope="module")
 def model() -> WithHead:
-    torch.manual_seed(1)
+    seed_all(1)
     backbone = VisionTransformer(**{**SMALL, "depth": 4, "num_classes": 0}, init_values=0.5, reg_tokens=2)
     head = LinearHead(24 * BLOCKS, 5)
     for parameter in (*backbone.parameters(), *head.parameters()):
@@ -28,8 +31,8 @@ def model() -> WithHead:
 
 
 def data(seed: int, count: int = 60) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mix = torch.randn(40, 3 * 16 * 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = seeded(seed)
+    mix = torch.randn(40, 3 * 16 * 16, generator=seeded(0), dtype=torch.float64)
     return (torch.randn(count, 40, generator=generator, dtype=torch.float64) @ mix / 6).unflatten(1, (3, 16, 16))
 
 
@@ -80,9 +83,34 @@ class InnerPatches(nn.Module):
         return inner[0], last[1][:, 0]
 
 
-@pytest.mark.xfail(strict=True, reason="tokens_read looks at the last block of a chain only")
 def test_patches_that_are_read_from_an_inner_block_count_there(model: WithHead) -> None:
     outer = InnerPatches(model.backbone)
     run, sites = (lambda: outer(data(1, 2))), list(corp.find_sites(outer))
     blocks = tokens_read(outer, examine(outer, sites, run), run)
     assert [block.read for block in blocks][-2:] == [19, 1]
+
+
+def test_tokens_are_merged_under_a_head_that_reads_several_blocks(model: WithHead) -> None:
+    batches, unseen = list(data(2, 200).split(50)), data(3)
+    once, again = (
+        corp.prune(model, batches, corp.Recipe(mlp=0.5, tokens=(1, 1, 0, 0), sequential=sequential))
+        for sequential in (False, True)
+    )
+    merging = again.plan.merging
+    assert merging is not None
+    assert (merging.prefix, merging.read, merging.unmerge) == (3, None, True)
+    before, after = (tap_errors(model, result.model, unseen) for result in (once, again))
+    assert bool((after < before).all()), (before, after)
+    assert bool((before > 1e-6).all()), before  # they were merged
+
+
+def test_tokens_are_not_merged_where_blocks_are_called_one_by_one_and_patches_are_not_read(model: WithHead) -> None:
+    class Classes(InnerPatches):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.cat(
+                [y[1][:, 0] for y in self.backbone.get_intermediate_layers(x, 2, return_prefix_tokens=True)], 1
+            )
+
+    outer = Classes(model.backbone)
+    with pytest.raises(ModelError, match="one by one"):
+        find_merging(outer, corp.find_sites(outer), data(1, 2))

@@ -218,6 +218,8 @@ def test_the_demo_writes_a_page_with_curves_and_layers(tmp_path: Path, monkeypat
     parsed = Page((tmp_path / "demo" / "report.html").read_text())
     assert {*TITLES, "Accuracy without any training after pruning"} == set(parsed.text["b"])
     assert "corp demo" in parsed.text["code"]
+    row = json.loads((tmp_path / "demo" / "demo.json").read_text())["rows"][0]
+    assert row["corp"] > row["paper"] > row["none"]  # the default is what the page shows, beside the paper's recipe
 
 
 def test_an_existing_page_is_kept_unless_told(saved: Path, tmp_path: Path) -> None:

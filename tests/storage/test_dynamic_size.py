@@ -9,12 +9,13 @@ import torch
 
 import corp
 from corp.evaluate.heads import patch_map
+from tests.helpers.seeds import seed_all
 
 NAME = "vit_tiny_patch16_224"
 
 
 def test_a_pruned_backbone_takes_the_sizes_that_it_took(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     model = timm.create_model(NAME, num_classes=0, dynamic_img_size=True).eval()
     result = corp.prune(model, [torch.randn(4, 3, 32, 48)], corp.Recipe(mlp=0.5, compensate="none"))
     corp.save(result, tmp_path / "small")

@@ -23,6 +23,7 @@ from corp.recipe import KINDS
 from corp.storage import folder as storage
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import run
+from tests.helpers.seeds import seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 BOTH = Recipe.paper(mlp=0.5, attn=0.5)
@@ -275,7 +276,7 @@ TIMM_RECIPES = {
 
 def test_a_process_without_corp_runs_timm_models_of_all_widths(tmp_path: Path) -> None:
     """MLP widths that no whole ratio gives, Q/K padded back; widths of their own for each block in compat alone."""
-    torch.manual_seed(3)
+    seed_all(3)
     model: Any = timm.create_model("test_vit", img_size=32, num_classes=7).eval()
     data = [torch.randn(8, 3, 32, 32) for _ in range(10)]
     stats = corp.calibrate(model, data)

@@ -25,6 +25,7 @@ from corp.recipe import KINDS
 from corp.storage.export import formats
 from corp.storage.export.formats import write_format
 from tests.helpers import hf_folders, models, rotary_models
+from tests.helpers.seeds import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 EVERYTHING = Recipe.paper(**dict.fromkeys(KINDS, 0.5))
@@ -101,7 +102,7 @@ def test_the_onnx_file_can_be_quantised(tmp_path: Path) -> None:
 
 def padded(samples: int, length: int) -> dict[str, Tensor]:
     """Token ids with the mask of texts of unequal length."""
-    draw = torch.Generator().manual_seed(samples)
+    draw = seeded(samples)
     ids, mask = torch.randint(3, 50, (samples, length), generator=draw), torch.ones(samples, length, dtype=torch.long)
     if samples > 1:
         ids[0, -2:], mask[0, -2:] = 0, 0
@@ -172,7 +173,7 @@ def said(result: Any) -> str:
 
 
 def images() -> list[Tensor]:
-    draw = torch.Generator().manual_seed(4)
+    draw = seeded(4)
     return [torch.randn(8, 3, 32, 32, generator=draw) for _ in range(10)]
 
 

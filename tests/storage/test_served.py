@@ -24,6 +24,7 @@ from corp.storage.export.rotary import common_heads, rope_factors, shared_pairs
 from tests.helpers import decoders, models
 from tests.helpers.command import run
 from tests.helpers.deci import Deci
+from tests.helpers.seeds import seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 gguf = pytest.importorskip("gguf", reason="GGUF files are written with the package gguf")
@@ -218,7 +219,7 @@ def test_tokenizers_that_a_gguf_file_cannot_hold() -> None:
 
 def test_widths_of_256_are_written_for_programs_that_know_only_the_ratio(tmp_path: Path) -> None:
     config = hf.LlamaConfig(**{**decoders.SIZE, "intermediate_size": 768})
-    torch.manual_seed(0)
+    seed_all(0)
     recipe = Recipe(mlp=1 / 3, overrides={"model.layers.0.*": {"mlp": 2 / 3}})
     result = decoders.pruned(hf.LlamaForCausalLM(config).eval(), recipe)
     corp.save(result, tmp_path / "small")
@@ -268,7 +269,7 @@ def test_a_uniform_model_of_the_best_options_is_a_plain_llama(tmp_path: Path) ->
 
 
 def test_a_model_with_two_tables_of_frequencies_is_no_llama(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    seed_all(0)
     model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**decoders.SIZE, sliding_window=8)).eval()
     result = decoders.pruned(model, Recipe(mlp=0.5))
     assert common_heads(result.model) is None

@@ -19,17 +19,18 @@ from corp import CorpError, Recipe, Result
 from corp.errors import CorpWarning
 from corp.planning.plan import Plan
 from tests.helpers.models import FAMILIES, batches, build, run, vit
+from tests.helpers.seeds import seed_all, seeded
 
 NAME = "test_vit"  # six blocks of 64 channels, a name that timm knows
 
 
 def named_model(**args: object) -> nn.Module:
-    torch.manual_seed(3)
+    seed_all(3)
     return timm.create_model(NAME, img_size=32, num_classes=7, **args).eval()
 
 
 def inputs() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(4)
+    generator = seeded(4)
     return [torch.randn(8, 3, 32, 32, generator=generator) for _ in range(40)]
 
 

@@ -20,6 +20,7 @@ from corp.storage.export.formats import write_format
 from corp.surgery.merged import block_macs, merge_tokens
 from corp.surgery.merging import match, merge, regroup, rows
 from tests.helpers import models
+from tests.helpers.seeds import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 # Where the blocks are, and how many tokens come before the patches.
@@ -73,7 +74,7 @@ def by_brute_force(x: Tensor, sizes: Tensor, keys: Tensor, r: int, prefix: int) 
 
 @pytest.mark.parametrize(("n", "prefix", "r"), [(12, 1, 3), (11, 1, 5), (9, 0, 1), (14, 3, 5), (8, 2, 0)])
 def test_merging_equals_brute_force(n: int, prefix: int, r: int) -> None:
-    draw = torch.Generator().manual_seed(n)
+    draw = seeded(n)
     x, keys = (torch.randn(4, n, 6, generator=draw, dtype=torch.float64) for _ in range(2))
     sizes = torch.randint(1, 5, (4, n), generator=draw).double()
     found = match(keys, r, prefix)
@@ -88,7 +89,7 @@ def test_merging_equals_brute_force(n: int, prefix: int, r: int) -> None:
 
 
 def test_gradients_pass_a_merge() -> None:
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     x = torch.randn(2, 9, 3, generator=draw, dtype=torch.float64, requires_grad=True)
     found = match(x.detach(), 3, 1)
     assert torch.autograd.gradcheck(lambda x: merge(x, x.new_ones(2, 9), found, 1)[0], (x,))
@@ -96,7 +97,7 @@ def test_gradients_pass_a_merge() -> None:
 
 def pairs_of_equals(prefix: int, width: int) -> Tensor:
     """Two samples of prefix tokens and five pairs of equal neighbours."""
-    x = torch.randn(2, prefix + 5, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(2, prefix + 5, width, generator=seeded(3), dtype=torch.float64)
     return torch.cat([x[:, :prefix], x[:, prefix:].repeat_interleave(2, 1)], 1)
 
 
@@ -157,6 +158,27 @@ def test_blocks_that_are_called_one_by_one_stay_dense() -> None:
     found = merged(model, (3, 3)).forward_intermediates(batch, intermediates_only=True)  # type: ignore[operator]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_features_of_several_blocks_give_every_patch_its_groups_value() -> None:
+    model, batch = models.build("dinov2-registers"), models.batches("dinov2-registers")[0]
+    made: Any = merged(model, (3, 2), "dinov2-registers", unmerge=True)
+    found = made.forward_intermediates(batch, intermediates_only=True, output_fmt="NLC")
+    x = made.patch_embed(batch)
+    x = made._pos_embed(x)
+    sizes, groups = x.new_ones(x.shape[:2]), torch.arange(x.shape[1]).expand(x.shape[:2])
+    for features, block, left in zip(found, made.blocks.children(), (18, 16), strict=True):
+        x, sizes, groups = block(x, sizes=sizes, groups=groups)
+        assert x.shape[1] == left
+        for sample in range(len(batch)):
+            torch.testing.assert_close(features[sample], x[sample, groups[sample]][5:])
+    torch.testing.assert_close(made.forward_features(batch)[:, 5:], made.norm(found[-1]))
+    early = made.forward_intermediates(batch, [0], intermediates_only=True, output_fmt="NLC", stop_early=True)
+    torch.testing.assert_close(early[0], found[0])
+    first, second = made.blocks
+    first(x)
+    with pytest.raises(ModelError, match="unchanged"):
+        second(x)
 
 
 def test_merging_is_replaced_copied_and_pickled() -> None:

@@ -18,6 +18,7 @@ from corp.sites import Finding
 
 FAMILIES = {family.path: family for family in (*hf_text.FAMILIES, *hf_vision.FAMILIES, *hf_rotary.FAMILIES)}
 KERNELS = ("eager", "sdpa")  # others are a matter of the machine that runs it, not of the model
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MOST_LAYERS = 1000  # a stranger's config must not build for hours
 
 
@@ -35,7 +36,10 @@ def identify(model: nn.Module) -> dict[str, Any] | None:
         config.pop(key, None)
     kernel = model.config._attn_implementation
     generation = getattr(model, "generation_config", None)
+    packed = any(hasattr(module, "is_concatenated") for module in model.modules())
+    experts = getattr(model.config, "_experts_implementation", None) if packed else None
     return {
+        **({"experts": experts} if experts in EXPERTS else {}),
         "class": type(model).__name__,
         "config": config,
         "attention": kernel if kernel in KERNELS else None,
@@ -57,6 +61,8 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         config: Any = cls.config_class.from_dict(raw)
         if kernel is not None:
             config._attn_implementation = kernel
+        if identity.get("experts") in EXPERTS:
+            config._experts_implementation = identity["experts"]
         with no_init_weights(), torch.no_grad():
             model: Any = cls(config)
             model.tie_weights()

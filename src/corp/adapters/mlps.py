@@ -9,6 +9,7 @@ from torch import nn
 
 from corp.adapters.structure import in_block, in_features, linears, not_linear, out_features
 from corp.sites import MLPSite, Refusal, Rows
+from corp.surgery.experts import Experts, expert_sites, why_packed
 
 _DOWN = re.compile(r"(?:fc2|fc_2|w2|wo|down|down_proj|c_proj|lin2|linear2|linear_2|fc_out|proj_out|output|"
                    r"dense_4h_to_h|output_dense|output_linear|out_proj|wo_proj|dense_2|proj|output_layer|linear_out)"
@@ -36,11 +37,12 @@ def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) ->
     )
 
 
-def packed_experts(model: nn.Module) -> Iterator[Refusal]:
-    """Modules that keep the matrices of all experts in one three-dimensional parameter."""
+def experts(model: nn.Module) -> Iterator[MLPSite | Refusal]:
+    """Experts that were packed and taken apart, and those that cannot be."""
     for name, module in model.named_modules():
-        if sum(p.dim() == 3 and len(p) > 1 for p in module.parameters(recurse=False)) >= 2 and in_block(f"{name}.x"):
-            reason = f"{type(module).__name__} keeps its experts packed in one parameter, which is not understood yet"
+        if isinstance(module, Experts):
+            yield from expert_sites(name, module)
+        elif in_block(f"{name}.x") and (reason := why_packed(module)):
             yield Refusal(name, "mlp", reason)
 
 
@@ -87,6 +89,8 @@ def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
     for down in order:
         hidden, width = in_features(here[down]), out_features(here[down])
         others = [n for n in names if n != down and n not in last and in_features(here[n]) == width]
+        if down not in last:
+            others = [n for n in others if names.index(n) < names.index(down)]
         if hidden == width and down not in last:
             continue  # nothing in the shapes tells the second from the first
         ups = [n for n in others if out_features(here[n]) == hidden]

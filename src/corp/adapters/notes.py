@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from corp.adapters.structure import in_block
+from corp.adapters.structure import CROSS, in_block
 from corp.sites import AttentionSite, Mask, MLPSite, Site, module_of
 
-CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
 EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")
 MASK, ENCODER_MASK = "attention_mask", "encoder_attention_mask"
 
@@ -34,7 +33,9 @@ def noted(model: nn.Module, site: Site) -> Site:
     """The site with its masks and its causality."""
     name = module_of(site)
     if isinstance(site, MLPSite):
-        return site if EXPERT.search(site.name) else replace(site, mask=mask_of(model, site.name))
+        if EXPERT.search(site.name):
+            return replace(site, experts=site.experts or name.rpartition(".")[0])
+        return replace(site, mask=mask_of(model, site.name))
     mask = mask_of(model, name)
     if not isinstance(site, AttentionSite):
         return replace(site, mask=mask)

@@ -16,15 +16,8 @@ from corp.adapters.output_head import find_output
 from corp.adapters.search import search
 from corp.calibration.batches import Forward
 from corp.errors import CorpError, ModelError
-from corp.sites import (
-    AttentionSite,
-    Finding,
-    Mask,
-    MLPSite,
-    Rows,
-    Sites,
-    ValueSite,
-)
+from corp.sites import AttentionSite, Finding, Mask, MLPSite, Rows, Sites, ValueSite
+from corp.surgery.opened import opened
 
 Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
 
@@ -128,12 +121,13 @@ def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = No
 
     Models of any library are searched by structure; what is found is tried out on the model, with a small input made
     from the model itself and, if given, with `batch` (through `forward`). A model inside a larger module (a backbone
-    under a head) is found there too.
+    under a head) is found there too. Packed experts are named as corp.surgery.experts takes them apart.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ModelError("this model is compiled; give corp the model itself (._orig_mod) and compile the pruned one")
+    model = opened(model)
     known = _known(model)
     found = search(model, known.found, known.theirs, batch, forward)
     if not found.sites and not found.refused:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.examples import examples
-from corp.adapters.mlps import mlps, packed_experts
+from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import noted
 from corp.adapters.settle import Outcome, first_ways, joined, settle
@@ -45,7 +45,9 @@ def search(
     taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
     taken |= {claim.parts.down for claim in claims if claim.parts.down}
     taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
-    for one in (*packed_experts(model), *mlps(model, taken)):
+    routed = list(experts(model))
+    taken |= {name for one in routed if not isinstance(one, Refusal) for name in layers_of(one)}
+    for one in (*routed, *mlps(model, taken)):
         if isinstance(one, Refusal):
             refused.append(one)
         else:
@@ -168,7 +170,14 @@ def _try(
     if not strict:
         return _without_unmoved(outcome, found)
     left = [*outcome.open_sites, *first_ways(outcome.open)]
-    found.refused += [
-        Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in left if s.name in outcome.unreached
-    ]
-    return [], [s for s in left if s.name not in outcome.unreached]
+    lost = [s for s in left if s.name in outcome.unreached and not _has_proven_fellow(s, outcome)]
+    found.refused += [Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in lost]
+    return [], [s for s in left if s not in lost]
+
+
+def _has_proven_fellow(site: Site, outcome: Outcome) -> bool:
+    """Whether another expert of the same module was tried out: they run through the same code."""
+    experts = getattr(site, "experts", None)
+    return experts is not None and any(
+        getattr(other, "experts", None) == experts and other.name in outcome.proven for other in outcome.sites
+    )

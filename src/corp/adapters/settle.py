@@ -156,7 +156,8 @@ class _Work:
         """Nothing came by, or nothing that would show a difference; or layers are used without being called."""
         called = [rows.module in self.base.made for rows in made_by(site)]
         reached = self.at(site) in self.base.z
-        if any(called) != reached or (reached and not all(called)):
+        ran = isinstance(site, AttentionSite | ValueSite) and site.attention in self.base.ran
+        if any(called) != reached or (reached and not all(called)) or (ran and not reached):
             silent = [rows.module for rows, seen in zip(made_by(site), called, strict=True) if not seen]
             reason = f"{(silent or [self.at(site)])[0]} is used without being called, so nothing can be seen of it"
             outcome.refused.append(Refusal(site.name, site.kind, reason))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from corp.calibration.hooks import NUMBERED
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite, is_transposed, projection_of
 from corp.surgery.linear import why_not_linear
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
@@ -36,6 +37,7 @@ _OUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|li
                   r"projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
                   r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
 _BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
+CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_kv")
 NORMALISED = (
@@ -57,7 +59,7 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
 
 def in_block(name: str) -> bool:
     """Whether a layer is inside a numbered (repeated) block."""
-    return any(part.isdigit() or re.fullmatch(r"[a-z_]*(?:layer|block)s?_?\d+", part) for part in name.split(".")[:-1])
+    return any(NUMBERED.fullmatch(part) for part in name.split(".")[:-1])
 
 
 def not_linear(module: Any) -> str | None:
@@ -285,7 +287,9 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
         halves: dict[str, Any] = {"rotary": Rotary(dims, None)}
         neighbours = {**halves, "q": q, "k": k, "build": replace(site.build, q=q, k=k)}
         rotated += [neighbours, halves] if _rotates_neighbours(module) else [halves, neighbours]
-    return [*rotated, {}] if partial or hints_rotation(module) else [{}, *rotated]
+    # Plain attention passes the trial of a rotary one too, and queries of another sequence are seldom rotated.
+    likely = (partial or hints_rotation(module)) and not CROSS.search(site.name)
+    return [*rotated, {}] if likely else [{}, *rotated]
 
 
 def _rotates_neighbours(module: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from corp.allocation.budget import Budget, count_budget, one_sample, uniform
+from corp.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
 from corp.allocation.curves import Curve, allocate, site_curves, usual_power
 from corp.allocation.latency import Clock, Time
 from corp.calibration.batches import evaluating, run
@@ -44,9 +44,16 @@ class Allocator:
     """Widths of one model under variations of one recipe; what does not depend on the target is computed once."""
 
     def __init__(
-        self, model: nn.Module, sites: Sites, stats: Statistics, recipe: Recipe, observer: Observer = SILENT
+        self,
+        model: nn.Module,
+        sites: Sites,
+        stats: Statistics,
+        recipe: Recipe,
+        observer: Observer = SILENT,
+        sample: Sample | None = None,
     ) -> None:
         self.model, self.sites, self.stats, self.recipe, self.observer = model, sites, stats, recipe, observer
+        self.given = sample  # to count on, where statistics do not say what the model takes
         self._counted: dict[str, Budget] = {}
 
     @cached_property
@@ -70,7 +77,16 @@ class Allocator:
 
     @cached_property
     def clock(self) -> Clock:
-        return Clock(self.model, self.sites, self.stats.inputs, self.recipe)
+        return Clock(self.model, self.sites, self.sample, self.recipe)
+
+    @cached_property
+    def sample(self) -> Sample:
+        """What operations are counted and times measured on."""
+        return self.given or one_sample(self.model, self.stats.inputs)
+
+    @property
+    def counts_macs(self) -> bool:
+        return self.given is not None or self.stats.inputs is not None
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -81,7 +97,7 @@ class Allocator:
     def budget(self, what: str, share: float) -> Budget:
         """What may be spent; the dense model is counted once."""
         if what not in self._counted:
-            self._counted[what] = count_budget(self.model, self.sites, what, self.stats.inputs)
+            self._counted[what] = count_budget(self.model, self.sites, what, None if what == "params" else self.sample)
         return replace(self._counted[what], share=share)
 
     def allocate(
@@ -117,7 +133,7 @@ class Allocator:
         head = self.sites.output
         if head is None or share == 0:
             return None
-        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp"))
+        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp", head.inputs))
         return keep if keep * (head.inputs + head.outputs) < head.inputs * head.outputs else None
 
     def spared(self, what: str, rank: int | None) -> int:
@@ -139,9 +155,8 @@ class Allocator:
         hook = self.model.get_submodule(head.name).register_forward_hook(
             lambda _m, args, _o: seen.append(args[0].numel())
         )
-        batch = one_sample(self.model, self.stats.inputs, "target_macs")
         with torch.no_grad(), evaluating(self.model), removing([hook]):
-            run(self.model, batch)
+            run(self.model, *self.sample)
         return sum(seen) // head.inputs
 
     def _in_time(self, recipe: Recipe, wanted: float, queries: float | None, power: float | None) -> Allocation:
@@ -158,10 +173,12 @@ class Allocator:
         return found._replace(why=why | _missed(wanted, measured))
 
     def _within(self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None) -> Allocation:
-        asked = uniform(self.sites, recipe, budget)
+        asked = uniform(self.sites, recipe, budget, queries if recipe.allocate == UNIFORM else None)
         widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
         why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
-        if recipe.allocate != UNIFORM:
+        if recipe.allocate == UNIFORM:
+            why |= {} if queries is None else {"queries": asked.attn}
+        else:
             wanted = query_share(asked.mlp) if queries is None else queries
             power = usual_power(self.curves) if power is None else power
             widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power)

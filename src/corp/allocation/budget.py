@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from corp.calibration.batches import evaluating, example, move, placement
+from corp.calibration.batches import Forward, evaluating, example, move, placement
 from corp.errors import PlanError
 from corp.measure.cost import count_macs, count_params
 from corp.measure.units import Unit, unit_costs
@@ -50,33 +50,41 @@ class Budget:
         return cost
 
 
-def count_budget(model: nn.Module, sites: Sites, what: str, inputs: object) -> Budget:
-    """The whole cost of the dense model and of each unit of width; `inputs` is the shape of one sample."""
-    if what == "params":
+class Sample(NamedTuple):
+    """A small batch on which operations are counted and times measured, and how the model takes it."""
+
+    batch: Any
+    forward: Forward | None = None
+
+
+def count_budget(model: nn.Module, sites: Sites, what: str, sample: Sample | None) -> Budget:
+    """The whole cost of the dense model and of each unit of width, for this sample."""
+    if sample is None:
         return Budget("params", 1.0, count_params(model), unit_costs(model, sites, None))
-    batch = one_sample(model, inputs, "target_macs")
     with evaluating(model):
-        return Budget("macs", 1.0, count_macs(model, batch), unit_costs(model, sites, batch))
+        return Budget(what, 1.0, count_macs(model, *sample), unit_costs(model, sites, *sample))
 
 
-def one_sample(model: nn.Module, inputs: object, target: str) -> Any:
-    """A batch of one for the model; `target` is what it is needed for."""
+def one_sample(model: nn.Module, inputs: object) -> Sample:
+    """A batch of one for the model, made from the shape of its inputs."""
     if inputs is None:
         raise PlanError(
-            f"{target}: the shape of the model's inputs is unknown, because they went through forward=...; "
-            "give target_params instead"
+            "operations and times need the shape of the model's inputs, which statistics do not have where data goes "
+            "through forward=...; use corp.prune with batches, or give target_params"
         )
     device, dtype = placement(model)
-    return move(example(inputs, device), device, dtype)
+    return Sample(move(example(inputs, device), device, dtype))
 
 
-def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
-    """The recipe with the smallest shares, equal for all kinds, that meet the budget."""
+def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None = None) -> Recipe:
+    """The recipe with the smallest shares that meet the budget: equal for all kinds, or `queries` of Q/K if it can."""
 
     def fits(share: float) -> bool:
-        return _cost(sites, _equal(recipe, share), budget) <= budget.limit
+        return _cost(sites, _equal(recipe, share, queries), budget) <= budget.limit
 
     low, high = 0.0, ALL
+    if not fits(high) and queries is not None:
+        return uniform(sites, recipe, budget)
     if not fits(high):
         raise PlanError(
             f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
@@ -84,11 +92,11 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget) -> Recipe:
             "raise the target, or skip and override less"
         )
     if fits(low):
-        return _equal(recipe, 0.0)
+        return _equal(recipe, 0.0, queries)
     for _ in range(STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return _equal(recipe, high)
+    return _equal(recipe, high, queries)
 
 
 def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
@@ -96,8 +104,9 @@ def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
     return (_cost(sites, _equal(recipe, ALL), budget) + 0.5) / budget.dense  # so that rounding does not fall below it
 
 
-def _equal(recipe: Recipe, share: float) -> Recipe:
-    return recipe.with_shares(mlp=share, attn=share, vo=share if recipe.equal_heads else recipe.vo)
+def _equal(recipe: Recipe, share: float, queries: float | None = None) -> Recipe:
+    attn = share if queries is None else queries
+    return recipe.with_shares(mlp=share, attn=attn, vo=attn if recipe.equal_heads else recipe.vo)
 
 
 def _cost(sites: Sites, asked: Recipe, budget: Budget) -> int:

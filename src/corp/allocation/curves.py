@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from corp.allocation.budget import Budget
 from corp.calibration import workers
+from corp.calibration.moments import Moments
 from corp.calibration.statistics import Statistics
 from corp.numerics import affine, exact, values
 from corp.numerics.allocate import Option, share
@@ -23,7 +24,7 @@ from corp.observer import Observer
 from corp.planning.fitting import fit_linear, split
 from corp.planning.linear import Layer, layer_of, uses_intercept
 from corp.planning.planners import cost_of
-from corp.planning.widths import narrowed, width_of
+from corp.planning.widths import multiple_of, narrowed, width_of
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, LinearSite, Site, Sites, ValueSite, projection_at
 
@@ -66,7 +67,13 @@ def _curve(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe
     if isinstance(site, ValueSite):
         return Curve(_value_errors(site, layer, recipe), energy)
     path = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge)
-    return Curve(path.by_width(), energy, path)
+    return Curve(path.by_width() * _routed(site, moments), energy, path)
+
+
+def _routed(site: LinearSite, moments: Moments) -> float:
+    """The share of the stream's tokens that an expert sees."""
+    tokens = float(moments.stream[1])
+    return min(1.0, moments.seen / tokens) if getattr(site, "experts", None) and tokens else 1.0
 
 
 def _value_errors(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
@@ -119,8 +126,28 @@ def allocate(
         spare = budget.limit - budget.cost(sites, {**fixed, **dict.fromkeys(options, 0)})  # at no width, no cost
         if queries == shares[-1] or sum(option.cost(option.floor) for option in options.values()) <= spare:
             break
-    found = share(list(options.values()), spare)
-    return {**fixed, **dict(zip(options, found, strict=True))}, queries
+    groups = _groups(sites, options)
+    found = share([_joined([options[name] for name in group]) for group in groups], spare)
+    widths = {name: width for group, width in zip(groups, found, strict=True) for name in group}
+    return {**fixed, **{name: widths[name] for name in options}}, queries
+
+
+def _groups(sites: Sites, options: Iterable[str]) -> list[list[str]]:
+    """The sites that are given one width: experts of one module that are equally wide; all others alone."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in options:
+        groups.setdefault((getattr(sites[name], "experts", None) or name, sites[name].width), []).append(name)
+    return list(groups.values())
+
+
+def _joined(options: list[Option]) -> Option:
+    """Several sites of one width as one."""
+    first = options[0]
+    if len(options) == 1:
+        return first
+    errors, price = sum((o.errors for o in options[1:]), first.errors), sum((o.price for o in options[1:]), first.price)
+    ceilings = [o.ceiling for o in options if o.ceiling is not None]
+    return Option(errors, price, max(o.floor for o in options), min(ceilings, default=None), first.multiple)
 
 
 def fixed_widths(sites: Sites, recipe: Recipe, queries: float) -> dict[str, int]:
@@ -137,7 +164,7 @@ def fixed_widths(sites: Sites, recipe: Recipe, queries: float) -> dict[str, int]
 
 
 def _option(site: Site, curve: Curve, budget: Budget, recipe: Recipe, equal: int, power: float) -> Option:
-    multiple = recipe.multiple(site.kind)
+    multiple = multiple_of(site, recipe)
     least, most = recipe.limits(site.kind, site.name)
     floor = max(1, min(round(LEAST * site.width), equal))
     if most < 1:

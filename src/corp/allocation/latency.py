@@ -11,18 +11,19 @@ import copy
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from corp.allocation.budget import Budget, one_sample
+from corp.allocation.budget import Budget, Sample
 from corp.calibration.batches import evaluating, placement, run
 from corp.measure.timing import Ratio, interleave, speed_up
 from corp.measure.units import unit_costs
 from corp.planning.plan import Plan, SitePlan
-from corp.planning.widths import narrowed, rotated_part
+from corp.planning.widths import multiple_of, narrowed, rotated_part
 from corp.recipe import COORDINATES, FAST, KINDS, ROUNDING_KEYS, Recipe
 from corp.sites import MLPSite, Site, Sites, ValueSite
 from corp.surgery.apply import shrink
@@ -61,13 +62,13 @@ class Clock:
     """The table of times of one model, measured once."""
 
     def __init__(
-        self, model: nn.Module, sites: Sites, inputs: object, recipe: Recipe, timer: Timer | None = None
+        self, model: nn.Module, sites: Sites, sample: Sample, recipe: Recipe, timer: Timer | None = None
     ) -> None:
         self.model, self.sites, self.recipe = model, sites, recipe
-        self.batch = one_sample(model, inputs, "target_latency")
-        self.timer = timer or self._timed
+        self.sample = sample
+        self.timer = timer or partial(compare_times, sample)
         self.table = {kind: self._measure(kind) for kind in KINDS if any(site.kind == kind for site in sites)}
-        units = unit_costs(model, sites, self.batch)
+        units = unit_costs(model, sites, *sample)
         weights = {site.name: units[site.name].macs * site.width for site in sites}
         self.times = {}
         for site in sites:
@@ -124,22 +125,24 @@ class Clock:
         multiple = FAST[ROUNDING_KEYS[site.kind]]
         while multiple > 1 and 4 * multiple > site.width:
             multiple //= 2
-        return max(multiple, self.recipe.multiple(site.kind))
+        return max(multiple, multiple_of(site, self.recipe))
 
-    def _timed(self, dense: nn.Module, other: nn.Module) -> Ratio:
-        device = placement(dense)[0].type
-        wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device, lambda: None)
 
-        def call(model: nn.Module) -> Callable[[], object]:
-            def once() -> None:
-                run(model, self.batch)
-                wait()
+def compare_times(sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
+    """How many times as fast the second model is as the first, timed in turn."""
+    device = placement(dense)[0].type
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device, lambda: None)
 
-            return once
+    def call(model: nn.Module) -> Callable[[], object]:
+        def once() -> None:
+            run(model, *sample)
+            wait()
 
-        with torch.no_grad(), evaluating(dense), evaluating(other):
-            baseline, timed = interleave([call(dense), call(other)], rounds=ROUNDS, repeats=REPEATS)
-        return speed_up(baseline, timed)
+        return once
+
+    with torch.no_grad(), evaluating(dense), evaluating(other):
+        baseline, timed = interleave([call(dense), call(other)], rounds=ROUNDS, repeats=REPEATS)
+    return speed_up(baseline, timed)
 
 
 def _saved_at_half(rows: Sequence[tuple[float, float]]) -> float:

@@ -6,10 +6,13 @@ Nothing is trained, and models are tried as they are before the refit, which cos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
+
+from torch import nn
 
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import narrowest
@@ -20,9 +23,9 @@ from corp.measure.intervals import Interval
 from corp.observer import Advance
 from corp.planning.output import OutputPlan, plan_output
 from corp.planning.plan import Plan
-from corp.planning.planners import sketch_site
+from corp.planning.planners import pairs_of_all, sketch_site
 from corp.recipe import UNIFORM, Recipe
-from corp.sites import projection_at
+from corp.sites import Sites, projection_at
 from corp.surgery.apply import narrowed_shell
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -33,6 +36,8 @@ QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
 STRONGER = 10.0  # times the ridge, tried where tokens are few
+RANKINGS = 4  # rankings and ridges that are compared where tokens are few
+USUAL = 3  # steps that a search for one share takes
 JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
@@ -45,12 +50,22 @@ def samples_needed(recipe: Recipe) -> int:
     return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
 
 
+def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int:
+    """About how many models a search makes, from the tokens that are fitted at every site."""
+    few = any(tokens[site.name] < TOKENS_PER_CHANNEL * site.width for site in sites.mlp if not recipe.skips(site.name))
+    judged = RANKINGS if few and _doubtful(recipe) else 0
+    if recipe.min_agreement is not None:
+        return judged + STEPS
+    climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
+    return judged + (len(POWERS) + climbed + 1 if recipe.searches else 0)
+
+
 def most_trials(recipe: Recipe) -> int:
     """How many models a search makes at the most."""
     if recipe.min_agreement is not None:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
-    return 4 + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+    return RANKINGS + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
@@ -102,7 +117,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     found = first.allocate(rule)
     known: dict[tuple[str, float], float] = {}
     stronger = Allocator(
-        first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer
+        first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given
     )
     for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
         if (rank, ridge) == (asked.rank, stronger.recipe.ridge):
@@ -133,19 +148,22 @@ class Trials:
     advance: Advance
 
     def compare(self, found: Allocation) -> Closeness:
-        model, sites, stats, recipe = self.allocator.model, self.allocator.sites, self.allocator.stats, self.recipe
-        paths, nested = found.paths, self.allocator.nested
-        plans = tuple(
-            sketch_site(
-                model, site, found.widths[site.name], stats, recipe, paths.get(site.name), nested.get(site.name)
-            )
-            for site in sites
-            if found.widths[site.name] < site.width
-        )
-        plan = Plan(recipe, plans, output=sketch_output(self.allocator, found.rank))
-        closeness = self.reference.compare(narrowed_shell(model, sites, plan, stats))
+        closeness = self.reference.compare(sketch_model(self.allocator, self.recipe, found))
         self.advance(1)
         return closeness
+
+
+def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
+    """A model of these widths that shares all tensors it can with the allocator's: for trials."""
+    model, sites, stats = allocator.model, allocator.sites, allocator.stats
+    paths, nested = found.paths, allocator.nested
+    pairs = pairs_of_all(sites, found.widths, stats, recipe)
+    plans = tuple(
+        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), nested.get(site.name), pairs.get(site.name))
+        for site in sites
+        if (keep := found.widths[site.name]) < site.width
+    )
+    return narrowed_shell(model, sites, Plan(recipe, plans, output=sketch_output(allocator, found.rank)), stats)
 
 
 def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
@@ -169,7 +187,7 @@ class _Agreement:
     @property
     def kind(self) -> str:
         """What is searched over: without the shape of the inputs, operations cannot be counted."""
-        return "params" if self.trials.allocator.stats.inputs is None else "macs"
+        return "macs" if self.trials.allocator.counts_macs else "params"
 
     def run(self, wanted: float) -> tuple[Recipe, Allocation]:
         allocator = self.trials.allocator
@@ -242,6 +260,8 @@ class _Split:
         allocator, recipe = self.trials.allocator, self.trials.recipe
         first = allocator.allocate(recipe)
         why = first.why["allocation"]
+        if recipe.allocate == UNIFORM:
+            return self.run_uniform(why["equal_share"])
         start, usual = why["queries"], why["power"]
         power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
         self.output = self.best_output(start, power)
@@ -251,7 +271,14 @@ class _Split:
         record = {"rule": {"queries": start, "power": usual}, "samples": self.trials.samples, "tried": self.tried}
         return best._replace(why={**best.why, "split": record})
 
-    def at(self, queries: float, power: float) -> Allocation:
+    def run_uniform(self, start: float) -> Allocation:
+        """One share for all MLPs and one for all heads."""
+        at = partial(self.at, power=None)
+        queries = climb(lambda share: self.measure(at(share)), start, QUERY_STEP, (0.0, MOST_QUERIES))
+        record = {"rule": {"queries": start}, "samples": self.trials.samples, "tried": self.tried}
+        return (best := at(queries))._replace(why={**best.why, "split": record})
+
+    def at(self, queries: float, power: float | None) -> Allocation:
         return self.trials.allocator.allocate(self.trials.recipe, queries, power, self.output)
 
     def best_output(self, queries: float, power: float) -> float:
@@ -276,7 +303,8 @@ class _Split:
             self.known[widths] = divergence.value
             how = {key: why[key] for key in ("queries", "power") if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": divergence.value, **_ends(divergence)})
-            name = f"{how['queries']:.1%} of Q/K, power {how['power']:g}" if "power" in how else "equal shares"
+            name = f"{how['queries']:.1%} of Q/K" if "queries" in how else "equal shares"
+            name += f", power {how['power']:g}" if "power" in how else ""
             if found.rank is not None:
                 self.tried[-1]["output_rank"], name = found.rank, f"{name}, output head of rank {found.rank}"
             self.trials.allocator.observer.note(f"{name}: divergence {described(divergence)}")

@@ -1,21 +1,22 @@
 """Budget to token schedule: how many tokens every block merges, chosen by what the output does on held-out batches.
 
 A schedule is a shape, the relative numbers of all blocks, and one factor that the budget decides. Shapes that are tried
-are an even one, one that rises with depth, one from the curve of every block by itself, and one in every second block;
-the best of them is then tilted towards early or late blocks as long as that helps.
+rise with depth, steeply, gently or not at all. What blocks do to the output one by one is no guide: merging in one
+block takes away the pairs that the next would merge.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, evaluating, inputs_of, size_of
+from corp.calibration.batches import Forward, evaluating, move, placement, size_of
 from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
@@ -23,13 +24,10 @@ from corp.planning.merging import Merging
 from corp.surgery.merged import block_macs, merge_tokens
 
 SAMPLES = 64  # held-out samples that schedules are compared on
-PROBE = 0.1  # of the tokens are merged in one block alone, to see how much the output minds there
-RISE = 0.4  # the rising rule: from 0.4 to 1.6 times the mean, first block to last
-TILT = 0.5  # a step of tilting multiplies the last block's number by exp(0.5), the first one's by exp(-0.5)
+RISE = 0.45  # the rule: the last block merges exp(0.9) times as many tokens as the first
+TILT = 0.45  # a step of tilting multiplies the last block's number by exp(0.45), the first one's by exp(-0.45)
 TILTS = 3  # steps at the most, in either direction
 STEPS = 16  # bisections of the factor: finer than a token
-POWER = 4  # by which a block's own curve is taken to rise with the number of its merged tokens
-WIDTH_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the merged model's operations that widths may leave
 
 Cost: TypeAlias = Callable[[Merging], float]  # of a merging, relative to the dense model
 Shape: TypeAlias = Sequence[float]  # relative numbers of merged tokens, by block
@@ -40,6 +38,7 @@ class Chosen:
     """A schedule, what it costs relative to the dense model, how far the output moves, and what else was tried."""
 
     merging: Merging
+    shape: Shape
     cost: float
     divergence: float
     tried: tuple[dict[str, Any], ...] = field(default=(), repr=False)
@@ -60,7 +59,7 @@ def choose_schedule(
     is counted in multiply-accumulates unless another one is given, such as a measured time.
     """
     trial = _Trial(model, few(held), merging, share, cost or mac_share(model, held[0], merging, forward), forward)
-    shape = min(starting_shapes(trial), key=trial.measure)
+    shape = rising(len(merging.schedule))
     for direction in (1, -1):
         for _ in range(TILTS):
             tilted = tilt(shape, direction * TILT)
@@ -70,27 +69,14 @@ def choose_schedule(
     return replace(trial.known[trial.fitting(shape).schedule], tried=tuple(trial.tried))
 
 
-def starting_shapes(trial: _Trial) -> list[Shape]:
-    """An even shape, one that rises with depth, one from every block's own curve, and one in every second block.
-
-    The last costs as many operations in half as many kernels, which a budget of time will notice.
-    """
-    steps = _depths(len(trial.merging.schedule))
-    rising = [RISE + 2 * (1 - RISE) * depth for depth in steps]
-    second = [float(number % 2) for number in range(len(steps))]
-    return [[1.0] * len(steps), rising, curve_shape(trial.probe(), len(steps)), second]
+def rising(blocks: int, by: float = RISE) -> Shape:
+    """The shape to start from: as many tokens more in every block as the images have fewer left to be told apart."""
+    return tilt([1.0] * blocks, by)
 
 
-def curve_shape(moved: Sequence[float], blocks: int) -> Shape:
-    """The shape that moves the output least at a given cost, if a block's part is c r^p and parts add up.
-
-    A token merged in block i is saved in all blocks behind it, blocks - i of them, so c_i r_i^(p - 1) is in proportion
-    to that. `moved` (blocks,) is what merging equally many in each block alone does; c_i is in proportion to it.
-    """
-    floor = max(moved) * 1e-3 or 1.0  # a block without effect must not take everything
-    worth = [((blocks - i) / max(c, floor)) ** (1 / (POWER - 1)) for i, c in enumerate(moved)]
-    mean = sum(worth) / blocks
-    return [one / mean for one in worth]
+def in_every_second(shape: Shape) -> Shape:
+    """As many tokens in half as many blocks: fewer small kernels."""
+    return [0.0 if i % 2 == 0 else a + b for i, (a, b) in enumerate(zip([0.0, *shape], shape, strict=False))]
 
 
 def fitting(merging: Merging, shape: Shape, share: float, cost: Cost, tokens: int) -> Merging:
@@ -141,58 +127,19 @@ class _Trial:
         self.tokens = tokens_of(self.model, self.merging, self.held[0], self.forward)
 
     def measure(self, shape: Shape) -> float:
-        """How far the output moves with the schedule of this shape that the budget asks for; infinitely without one."""
-        try:
-            merging = self.fitting(shape)
-        except PlanError:
-            return math.inf
+        """How far the output moves with the schedule of this shape that the budget asks for."""
+        merging = self.fitting(shape)
         if merging.schedule not in self.known:
             moved = self.moved(merging)
-            self.known[merging.schedule] = Chosen(merging, self.cost(merging), moved)
+            self.known[merging.schedule] = Chosen(merging, shape, self.cost(merging), moved)
             self.tried.append({"schedule": list(merging.schedule), "divergence": moved})
         return self.known[merging.schedule].divergence
 
     def fitting(self, shape: Shape) -> Merging:
         return fitting(self.merging, shape, self.share, self.cost, self.tokens)
 
-    def probe(self) -> list[float]:
-        """How far the output moves when one block alone merges, for every block."""
-        blocks, r = len(self.merging.schedule), max(1, round(PROBE * self.tokens))
-        alone = [[float(i == block) for i in range(blocks)] for block in range(blocks)]
-        return [self.moved(scaled(self.merging, shape, r, self.tokens)) for shape in alone]
-
     def moved(self, merging: Merging) -> float:
         return self.reference.compare(merged_copy(self.model, merging)).divergence().value
-
-
-def choose_split(
-    model: nn.Module,
-    held: Sequence[Any],
-    merging: Merging,
-    share: float,
-    make: Callable[[Merging, float], nn.Module],
-    *,
-    shares: Iterable[float] = WIDTH_SHARES,
-    forward: Forward | None = None,
-) -> tuple[Chosen, float]:
-    """One budget for tokens and widths: the schedule, and the share of the merged model that widths may leave.
-
-    `make(merging, width_share)` gives the merged model with its widths pruned to `width_share` of its cost. Shares are
-    tried from the first on, as long as the output comes nearer to the dense model's.
-    """
-    reference, best = Reference(model, few(held), forward), None
-    for width_share in shares:
-        try:
-            chosen = choose_schedule(model, held, merging, min(1.0, share / width_share), forward=forward)
-        except PlanError:
-            continue  # tokens alone cannot give that much
-        moved = reference.compare(make(chosen.merging, width_share)).divergence().value
-        if best is not None and moved >= best[0]:
-            break
-        best = moved, replace(chosen, divergence=moved), width_share
-    if best is None:
-        raise PlanError(f"tokens and widths together cannot reach {share:.3f} of the dense model's operations")
-    return best[1], best[2]
 
 
 def merged_copy(model: nn.Module, merging: Merging) -> nn.Module:
@@ -202,26 +149,40 @@ def merged_copy(model: nn.Module, merging: Merging) -> nn.Module:
     return merged
 
 
-def mac_share(model: nn.Module, batch: Any, merging: Merging, forward: Forward | None = None) -> Cost:
-    """A function that gives the multiply-accumulates of a merging relative to the model without.
+class Operations(NamedTuple):
+    """Multiply-accumulates of the dense model for one sample: all of them, and those outside of its blocks."""
 
-    The model is counted once; what blocks cost with fewer tokens follows from the shapes of their weights.
-    """
-    one = first_sample(inputs_of(batch))
+    dense: int
+    around: int
+    tokens: int  # of a sample, where the blocks begin
+
+    def share(self, model: nn.Module, merging: Merging) -> float:
+        """Those of a model of any widths with this merging, relative to the dense model's; not counted on a run."""
+        blocks = list(model.get_submodule(merging.blocks).children())
+        total, left = self.around, self.tokens
+        for number, (block, r) in enumerate(zip(blocks, merging.schedule, strict=True)):
+            total += block_macs(block, left, r, merging.prefix, merging.read if number + 1 == len(blocks) else None)
+            left -= r
+        return total / self.dense
+
+    def fit(self, model: nn.Module, merging: Merging, shape: Shape, share: float) -> Merging:
+        """The fewest merged tokens in this shape with which the model has at most `share` of the operations."""
+        return fitting(merging, shape, share, partial(self.share, model), self.tokens)
+
+
+def count_operations(model: nn.Module, batch: Any, merging: Merging, forward: Forward | None = None) -> Operations:
+    """The dense model counted once; what its blocks cost with fewer tokens follows from the shapes of their weights."""
+    one = first_sample(batch if forward is not None else move(batch, *placement(model)))
     tokens = tokens_of(model, merging, one, forward)
-    blocks = list(model.get_submodule(merging.blocks).children())
     with evaluating(model):
         dense = count_macs(model, one, forward)
-    around = dense - sum(block_macs(block, tokens, 0, 0, None) for block in blocks)
+    blocks = model.get_submodule(merging.blocks).children()
+    return Operations(dense, dense - sum(block_macs(block, tokens) for block in blocks), tokens)
 
-    def share(chosen: Merging) -> float:
-        total, left = around, tokens
-        for number, (block, r) in enumerate(zip(blocks, chosen.schedule, strict=True)):
-            total += block_macs(block, left, r, chosen.prefix, chosen.read if number + 1 == len(blocks) else None)
-            left -= r
-        return total / dense
 
-    return share
+def mac_share(model: nn.Module, batch: Any, merging: Merging, forward: Forward | None = None) -> Cost:
+    """A function that gives the multiply-accumulates of a merging relative to the model without."""
+    return partial(count_operations(model, batch, merging, forward).share, model)
 
 
 def tokens_of(model: nn.Module, merging: Merging, batch: Any, forward: Forward | None = None) -> int:
@@ -259,4 +220,6 @@ def first_sample(batch: Any) -> Any:
     """A batch of the first sample alone."""
     if isinstance(batch, Tensor):
         return batch[:1]
-    return {key: value[:1] if isinstance(value, Tensor) else value for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        return {key: first_sample(value) for key, value in batch.items()}
+    return type(batch)(map(first_sample, batch)) if type(batch) in (tuple, list) else batch

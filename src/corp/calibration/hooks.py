@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting
 from corp.errors import StatisticsError
 from corp.numerics.rotary import rotate
 from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite
+
+NUMBERED = re.compile(r"\d+|[a-z_]*(?:layer|block)s?_?\d+")  # names of repeated blocks
 
 
 @dataclass
@@ -167,7 +170,8 @@ class Collector:
                 if rows.module == module:
                     seen[side] = output[..., rows.index]
             if len(seen) == 2:
-                q, k = as_batch(seen.pop("q")), as_batch(seen.pop("k"))
+                q, k = seen.pop("q"), seen.pop("k")
+                q, k = as_batch(q[:, None] if q.dim() < k.dim() else q), as_batch(k)  # one query, of a class token
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
                 self.add(site, q, k, *masks, bool(site.causal), *angles)
 
@@ -296,9 +300,10 @@ def removing(handles: list[RemovableHandle]) -> Iterator[None]:
 
 
 def block_of(layer: str) -> str | None:
-    """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2"), as repeated blocks are."""
+    """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2") that is no expert."""
     parts = layer.split(".")
-    depth = max((i for i, part in enumerate(parts[:-1]) if part.isdigit()), default=None)
+    numbered = (i for i, part in enumerate(parts[:-1]) if NUMBERED.fullmatch(part) and parts[i - 1] != "experts")
+    depth = max(numbered, default=None)
     return None if depth is None else ".".join(parts[: depth + 1])
 
 

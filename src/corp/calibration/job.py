@@ -58,6 +58,12 @@ class Settings:
         if self.offload not in (None, *PLACES):
             raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
 
+    def tokens_of(self, width: int, samples: int | None) -> int:
+        """Tokens per sample where `width` channels are modelled; 0 takes all."""
+        if isinstance(self.tokens, int):
+            return self.tokens
+        return 0 if self.tokens == "all" else enough_tokens(width, samples)
+
 
 class Recording(Protocol):
     """Wants some batches run under its eyes; refit.recording has one."""
@@ -93,13 +99,8 @@ class Job:
         if not self.settings.causal:
             self.origin = {**self.origin, "causal": False}
         self.inputs: Any = None
-        self.tokens = {s.name: self._tokens_of(s.inputs) for s in self.sites if not isinstance(s, AttentionSite)}
-
-    def _tokens_of(self, width: int) -> int:
-        """Tokens per sample where `width` channels are modelled; 0 takes all."""
-        if isinstance(self.settings.tokens, int):
-            return self.settings.tokens
-        return 0 if self.settings.tokens == "all" else enough_tokens(width, self.total)
+        of = self.settings.tokens_of
+        self.tokens = {s.name: of(s.inputs, self.total) for s in self.sites if not isinstance(s, AttentionSite)}
 
     def groups(self, record: Path | None = None) -> list[list[Site | OutputHead]]:
         """Sites per pass over the data, announced when it takes more than one.

@@ -57,7 +57,11 @@ class Statistics(Tabular):
 
     def at(self, places: Mapping[str, Place]) -> Statistics:
         """The statistics with the sums of every site at its place, moved when they are asked for."""
-        return replace(self, sums=_ChangedSums(self.sums, lambda name, sums: sums.at(places[name])))
+
+        def moved(name: str, sums: AnySums) -> AnySums:
+            return sums.at(places[name]) if name in places else sums
+
+        return replace(self, sums=_ChangedSums(self.sums, moved))
 
     def __add__(self, other: Statistics) -> Statistics:
         header = merged_header(self, other)

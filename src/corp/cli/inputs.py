@@ -25,10 +25,7 @@ from corp.files import refuse_existing
 from corp.measure.cost import count_params
 from corp.observer import SILENT
 from corp.planning.widths import require_prunable
-from corp.recipe import KINDS, TARGETS, Recipe
-
-_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
-_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+from corp.recipe import Recipe
 
 
 def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
@@ -156,14 +153,3 @@ def amount(batches: Any) -> str:
     """How much data there is, in the unit that fits it."""
     tokens = getattr(batches, "tokens", None)
     return f"{batches.samples} images" if tokens is None else f"{batches.samples} sequences ({tokens} tokens)"
-
-
-def goal(recipe: Recipe) -> str:
-    """What a recipe asks for, in a few words."""
-    if recipe.min_agreement is not None:
-        return f"as far as {recipe.min_agreement:.1%} agreement with the dense model allows"
-    for name in TARGETS:
-        if (share := getattr(recipe, name)) is not None:
-            return f"to at most {share:.0%} of its {_UNITS[name]}"
-    parts = [f"{share:.0%} of its {_REMOVED[kind]}" for kind in KINDS if (share := getattr(recipe, kind))]
-    return "by " + (" and ".join(parts) or "what --override says")

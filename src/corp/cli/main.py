@@ -103,7 +103,7 @@ COMMANDS = {
     ),
     "demo": Entry(
         "demo:demo",
-        "Prune a built-in model at several sparsities; no download, about twenty seconds.",
+        "Prune a built-in model at several sparsities; no download, about half a minute.",
         ("corp demo",),
     ),
 }

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from corp.cli import arguments as a
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError
+from corp.errors import DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -29,8 +29,21 @@ def prune(
     recipe: Recipe,
     collection: a.Collection,
     deployment: a.Deployment,
-    out: a.OutFolder,
+    out: Annotated[
+        Path | None,
+        a.option("Folder to write; it must not exist. Required, unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
+    ] = None,
     stats: a.Stats = None,
+    program: Annotated[
+        Literal["transformers", "vllm", "gguf", "onnx"] | None,
+        a.option(
+            "Choose options that this program can hold: one width for all layers (transformers), for all heads (and "
+            "vllm, gguf). corp export writes it.",
+            a.REMOVE,
+            "--for",
+            show_default=False,
+        ),
+    ] = None,
     eval_data: Annotated[
         list[Path] | None,
         a.option(
@@ -43,6 +56,9 @@ def prune(
         int | None,
         a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
     ] = None,
+    dry_run: Annotated[
+        bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
+    ] = False,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
@@ -56,8 +72,12 @@ def prune(
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
+    from corp.storage.export.possible import recipe_for
 
-    inputs.require_output(out, overwrite=overwrite)
+    if out is None and not dry_run:
+        raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
+    if out is not None:
+        inputs.require_output(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} does not exist")
     for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
@@ -68,12 +88,18 @@ def prune(
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)
-    dense = inputs.opened(source, recipe)
-    inputs.warn_of_little_space(out, dense)
+    dense = inputs.opened(source)
+    recipe = recipe if program is None else recipe_for(dense, program, recipe)
     batches = None if known else inputs.batches_of(dense, source)
-    data = f"the statistics in {stats}" if batches is None else inputs.amount(batches)
-    note(f"pruning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {data}")
     origin = None if known else inputs.origin_of(source, dense, batches)
+    if out is None or dry_run:
+        made = api.estimate(dense, batches, recipe, stats=known, settings=settings, origin=origin)
+        show_json(made.to_dict()) if json else show_table(*made.table())
+        for line in made.advice():
+            note(in_flags(line))
+        return
+    inputs.warn_of_little_space(out, dense)
+    note(exportable(dense, recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
     with workers.launched() as group:
         result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
@@ -97,7 +123,18 @@ def prune(
         return
     if show:
         show()
-    note(f"{gained(result.report)}; saved to {out}, load it with corp.load({str(out)!r})")
+    note_merging(dense, result, recipe, batches)
+    note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
+
+
+def exportable(model: nn.Module, recipe: Recipe) -> str:
+    """Where the result can be exported to, and what would make it fit where it cannot."""
+    from corp.storage.export.possible import PROGRAMS, fits, pads_heads, targets_under
+
+    able = [target for target, reason in targets_under(model, recipe).items() if reason is None]
+    said = [f"{target} (heads padded)" if pads_heads(model, target, recipe) else target for target in able]
+    more = [name for name, target in PROGRAMS.items() if target not in able and fits(model, name, recipe)]
+    return f"exports: {', '.join(said) or 'none'}" + (f"; with --for also {', '.join(more)}" if more else "")
 
 
 def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, overwrite: bool) -> None:
@@ -132,15 +169,30 @@ def before_and_after(
 
 def show_report(report: Report) -> None:
     from corp.planning.plan import COLUMNS
-    from corp.planning.report import TOTALS
+    from corp.planning.report import STAGES, TOTALS
     from corp.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
+    if stages := report.stages():
+        show_table("estimate and outcome", STAGES, stages)
     for line in explained(report.plan.why):
         note(line)
 
 
-def gained(report: Report) -> str:
-    """What pruning gained, in one line."""
-    return ", ".join(f"{before} -> {after} {what} (x {ratio})" for what, before, after, ratio in report.totals())
+def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any) -> None:
+    """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
+    from corp.adapters.registry import find_sites
+    from corp.cli.models import IMAGE, kind_of
+    from corp.refit.tokens import offer_merging
+
+    target = recipe.target_macs or recipe.target_latency
+    if target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
+        return
+    offer = offer_merging(dense, find_sites(dense), result.model, target, batches)
+    if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
+        merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
+        note(
+            f"merging tokens instead, at {target:g} of the operations and before any fit: {merged:.1f} % rather than "
+            f"{pruned:.1f} % {offer.merged.what} on {offer.samples} held-out samples; --merge-tokens does both"
+        )

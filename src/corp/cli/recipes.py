@@ -25,7 +25,7 @@ def recipe_parameters() -> dict[str, inspect.Parameter]:
         **{_RENAMED.get(f.name, f.name): _annotation(f) for f in fields(Recipe)},
         "merge_tokens": _option(
             bool | None,
-            "Merge tokens of a vision transformer too, under --target-macs: --tokens auto.",
+            "Merge tokens of a vision transformer too, under a target of operations, time or agreement: --tokens auto.",
             BUDGET,
             (),
             "--merge-tokens",

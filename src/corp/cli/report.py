@@ -21,7 +21,7 @@ from corp.report.sweeps import METRICS, decimals, lines, number, percents
 from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
 
 DEMO = "demo.json"
-DEMO_LABELS = {"full": "corp: full compensation", "mean": "bias correction only", "none": "no compensation"}
+DEMO_LABELS = {"corp": "corp, the default", "paper": "the paper's recipe", "none": "no compensation"}
 WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp sweep, or a folder of corp demo"
 
 
@@ -71,7 +71,20 @@ def read_run(folder: Path) -> Run:
     counts = read_json(file_in(folder, REPORT))
     if not isinstance(counts, dict) or (params := _pair(counts.get("params"))) is None:
         raise StorageError(f"{folder / REPORT} does not count the parameters before and after; save the run again")
-    return Run(folder.resolve().name, manifest, Report(plan, params, _pair(counts.get("macs"))))
+    return Run(
+        folder.resolve().name, manifest, Report(plan, params, _pair(counts.get("macs")), _times(counts.get("run")))
+    )
+
+
+def _times(raw: object) -> dict[str, Any] | None:
+    """The record of estimated and measured times, if it is one."""
+    stages = raw.get("stages") if isinstance(raw, dict) else None
+    if not isinstance(stages, list) or not all(isinstance(one, dict) for one in stages):
+        return None
+    kept = [
+        {"stage": str(one.get("stage")), **{k: number(one.get(k)) for k in ("estimated", "seconds")}} for one in stages
+    ]
+    return {"stages": kept} if all(None not in one.values() for one in kept) else None
 
 
 def _pair(raw: object) -> tuple[int, int] | None:
@@ -99,7 +112,7 @@ def sweep_study(name: str, rows: Any) -> Study:
 
 
 def demo_study(content: Mapping[str, Any]) -> Study:
-    """The content of demo.json: accuracy with the three ways of compensating."""
+    """The content of demo.json: accuracy of the default, the paper's recipe, and no compensation."""
     rows, dense = content.get("rows"), number(content.get("dense"))
     if not isinstance(rows, list) or dense is None or not all(isinstance(row, dict) for row in rows):
         raise StorageError("the demo's numbers are not complete: 'dense' and 'rows' are needed; run corp demo again")

@@ -33,6 +33,7 @@ from corp.planning.plan import Plan, SitePlan
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
 from corp.surgery.apply import match
+from corp.surgery.opened import opened
 
 
 class _Found(NamedTuple):
@@ -58,6 +59,7 @@ def measure_shift(
     if deployment.weights != stats.weights or set(deployment.sums) != set(stats.sums):
         raise StatisticsError("the deployment statistics are of another model; calibrate this one on deployment data")
     found = []
+    model = opened(model)
     for group in match(find_sites(model), plan):
         for site, site_plan in group:
             with at_site(site):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from corp.calibration.batches import evaluating, run
+from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.masks import bound
 from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of, projection_at, rows_of
@@ -32,11 +32,27 @@ class _Seen:
     length: int
 
 
-def unit_costs(model: nn.Module, sites: Iterable[Site], batch: Any | None) -> dict[str, Unit]:
+def unit_costs(
+    model: nn.Module, sites: Iterable[Site], batch: Any | None, forward: Forward | None = None
+) -> dict[str, Unit]:
     """By site; multiply-accumulates are those of one pass over `batch`, 0 without one."""
     sites = list(sites)
-    seen = {} if batch is None else _watch(model, sites, batch)
+    seen = {} if batch is None else _watch(model, sites, batch, forward)
     return {site.name: _unit(model, site, seen) for site in sites}
+
+
+def tokens_at(model: nn.Module, sites: Iterable[Site], batch: Any, forward: Forward | None = None) -> dict[str, int]:
+    """How many tokens pass every site in one pass over `batch`; of attention, how many queries."""
+    sites = list(sites)
+    seen = _watch(model, sites, batch, forward)
+    return {site.name: seen.get(_read(site), _Seen(0, 0)).tokens for site in sites}
+
+
+def _read(site: Site) -> str:
+    """Under which name the site's tokens are noted."""
+    if isinstance(site, MLPSite):
+        return site.down
+    return _values(site)[1] if isinstance(site, ValueSite) else _queries(site)[0]
 
 
 def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
@@ -78,7 +94,7 @@ def _values(site: ValueSite) -> tuple[str, str]:
     return (f"{site.attention} k", f"{site.attention} q") if site.v.bare else (site.v.module, site.down)
 
 
-def _watch(model: nn.Module, sites: list[Site], batch: Any) -> dict[str, _Seen]:
+def _watch(model: nn.Module, sites: list[Site], batch: Any, forward: Forward | None) -> dict[str, _Seen]:
     """What passes the layers of the sites; nn.MultiheadAttention, which calls none, by its inputs."""
     seen: dict[str, _Seen] = {}
 
@@ -101,5 +117,5 @@ def _watch(model: nn.Module, sites: list[Site], batch: Any) -> dict[str, _Seen]:
 
     handles = [watch(name) for name in dict.fromkeys(name for site in sites for name in layers_of(site))]
     with torch.no_grad(), evaluating(model), without_fast_path(), removing(handles):
-        run(model, batch)
+        run(model, batch, forward)
     return seen

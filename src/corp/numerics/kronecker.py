@@ -18,6 +18,7 @@ from corp.errors import SingularSystemError
 from corp.numerics.linalg import VANISHING, packed_index, unpack
 
 ENTRIES_AT_ONCE = 256  # entries unpacked at a time: 16 MB each at d = 64
+GOOD = 1e-6  # of the error at the start: what is left may be no more where rounding keeps it from falling further
 ITERATIONS = 2000  # more than any data needed; a system that needs more has no answer in floating point
 FLOOR = 1e-12  # relative; eigenvalues of the preconditioner below this are rounding
 ENOUGH = 4e-5  # a solution this near has 1 + 2e-9 times the least error; float32 can be that near
@@ -169,7 +170,7 @@ def _descend(operator: Operator, rhs: Tensor, lam: float, tolerance: float, iter
         z = inverse(residual)
         last, size = size, float((residual * z).sum())
         direction = z + size / last * direction
-    return None
+    return X if size <= (GOOD / tolerance) ** 2 * enough else None
 
 
 def solve_vanishing(operator: Operator, rhs: Tensor, scale: float) -> Tensor:

@@ -59,10 +59,15 @@ def plan_attention(
 
 
 def sketch_attention(
-    site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe, nested: Sequence[subspace.Subspace] | None
+    site: AttentionSite,
+    keep: int,
+    sums: HeadSums,
+    recipe: Recipe,
+    nested: Sequence[subspace.Subspace] | None,
+    pairs: Tensor | None = None,
 ) -> SitePlan:
     """Choose and fit without predictions, subspaces from their nested maps: for models that are tried, not kept."""
-    return _site_plan(site, keep, _parts(site, keep, sums, recipe, nested=nested), recipe, ())
+    return _site_plan(site, keep, _parts(site, keep, sums, recipe, pairs=pairs, nested=nested), recipe, ())
 
 
 def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, recipe: Recipe) -> HeadMaps:

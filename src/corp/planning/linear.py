@@ -138,10 +138,9 @@ def _choose_values(site: ValueSite, keep: int, layer: Layer, moments: Moments, r
     if recipe.vo_basis == SUBSPACE:
         basis = values.value_basis(layer.W, layer.cov, site.heads, site.groups, keep, ridge=recipe.ridge)
         return Choice([torch.arange(keep)] * site.groups, basis)
-    if recipe.rank == "exact":  # the last to go are the best to keep
-        order = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge).order
-        scores = torch.empty_like(layer.mean)
-        scores[order] = torch.arange(len(order), device=order.device).to(scores)
+    if recipe.rank == "exact":  # what is lost once a dimension is gone; places in the order would tie between heads
+        path = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge)
+        scores = torch.empty_like(path.error).scatter_(0, path.order, path.error)
     else:
         scores = _scores(layer.W, moments, recipe)
     return Choice([rank.top(group, keep)[0] for group in scores.view(site.groups, -1, site.width).sum(1)])

@@ -62,10 +62,11 @@ def sketch_site(
     recipe: Recipe,
     path: Path | None = None,
     nested: Sequence[Subspace] | None = None,
+    pairs: Tensor | None = None,
 ) -> SitePlan:
     """What the site keeps and its compensation, without predictions: for models that are made to be tried."""
     if isinstance(site, AttentionSite):
-        return sketch_attention(site, keep, HeadSums.of(site, stats), recipe, nested)
+        return sketch_attention(site, keep, HeadSums.of(site, stats), recipe, nested, pairs)
     return sketch_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 
 from corp.errors import PlanError, RecipeError
 from corp.recipe import Recipe, kept_width
-from corp.sites import AttentionSite, Site, Sites, ValueSite
+from corp.sites import AttentionSite, MLPSite, Site, Sites, ValueSite
+
+EXPERTS = 8  # of a number that has two bytes or more
 
 
 def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
@@ -14,7 +17,13 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
     if isinstance(site, ValueSite) and recipe.equal_heads:
         return _as_wide_as_queries(site, sites, recipe)
     sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
-    return narrowed(site, sparsity, recipe.multiple(site.kind))
+    return narrowed(site, sparsity, multiple_of(site, recipe))
+
+
+def multiple_of(site: Site, recipe: Recipe) -> int:
+    """What a site's width is a multiple of: grouped kernels, which run packed experts, want 16 bytes."""
+    asked = recipe.multiple(site.kind, site.width)
+    return math.lcm(asked, EXPERTS) if isinstance(site, MLPSite) and site.experts else asked
 
 
 def narrowed(site: Site, sparsity: float, multiple: int = 1) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from corp.calibration.hooks import block_of, removing
 from corp.numerics.place import Place
 from corp.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
-from corp.sites import AttentionSite, LinearSite, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite
 
 NOISE = 0.1  # of its own size is added to a hidden state to see whether blocks are driven as the model drives them
 ROUNDING = 8  # so many rounding errors of the stream may be left where a block is its input plus its sites' outputs
@@ -28,6 +28,8 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     The whole model is run again with other hidden states at the start of every chain: blocks that are driven from those
     must end where it does. What hides between blocks, or comes to them another way, shows by that.
     """
+    if routed := next((site for site in sites if isinstance(site, MLPSite) and site.experts), None):
+        raise refusal(f"{routed.experts} holds experts, and which tokens they take changes with what comes before")
     passage = record(model, sites, run)
     order = list(passage.calls)
     if not order:

@@ -8,14 +8,14 @@ as it is large.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, evaluating, inputs_of, run
+from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing
 from corp.calibration.moments import shift_of
 from corp.errors import ModelError
@@ -30,7 +30,7 @@ from corp.refit.repair import READ, correction, split_rows
 from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
 from corp.sites import LinearSite, Sites, ValueSite, at_site, projection_at
 from corp.surgery.linear import refill
-from corp.surgery.merged import merge_tokens
+from corp.surgery.merged import merge_tokens, start_groups
 from corp.surgery.merging import rows
 
 SHAKE = 1.0  # noise that is added to an image to see which tokens depend on it
@@ -48,8 +48,8 @@ def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | 
         raise ModelError(f"tokens are merged in one sequence of blocks; this model has {len(parents)}")
     path = parents.pop()
     tokens, prefix = _prefix(model, f"{path}.0", batch, forward)
-    last = Block(f"{path}.{len(names) - 1}", True, (), (), tokens, True)
-    read = tokens_read(model, [last], lambda: run(model, batch, forward))[0].read
+    blocks = [Block(name, number == 0, (), (), tokens, True) for number, name in enumerate(names)]
+    read = tokens_read(model, blocks, lambda: run(model, batch, forward))[0].read
     found = Merging(path, (0,) * len(names), prefix, *((read, False) if read <= prefix else (None, True)))
     _require_outputs(model, found, batch, forward)
     return found
@@ -74,7 +74,7 @@ def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -
     handle = model.get_submodule(first).register_forward_pre_hook(before, with_kwargs=True)
     with torch.no_grad(), evaluating(model), removing([handle]):
         run(model, batch, forward)
-        run(model, _shaken(inputs_of(batch)), forward)
+        run(model, _shaken(batch), forward)
     same = [close(*pair) for pair in zip(*(x.transpose(0, 1) for x in seen), strict=True)]
     prefix = same.index(False) if False in same else len(same)
     if len(same) - prefix < 2:
@@ -86,11 +86,13 @@ def _shaken(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
         return batch + SHAKE * noise.to(batch) if batch.is_floating_point() else batch
-    return {key: _shaken(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    if isinstance(batch, Mapping):
+        return {key: _shaken(value) for key, value in batch.items()}
+    return type(batch)(map(_shaken, batch)) if type(batch) in (tuple, list) else batch
 
 
 def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forward | None) -> None:
-    """Merging nothing must change nothing, and merging one token per block no shape of the output."""
+    """Merging nothing must change nothing, and merging one token per block the output but not its shape."""
     one = tuple(int(number + 1 < len(found.schedule)) for number in range(len(found.schedule)))
     with torch.no_grad(), evaluating(model):
         dense = list(tensors_in(run(model, batch, forward)))
@@ -104,6 +106,11 @@ def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forw
                     f"the output of {type(model).__name__} is not read from the end of {found.blocks} alone (hidden "
                     "states of other blocks, or attention weights), so its tokens cannot be merged"
                 )
+    if any(one) and all(map(torch.equal, dense, outputs)):
+        raise ModelError(
+            f"{type(model).__name__} calls the blocks of {found.blocks} one by one, where merging is not used, so its "
+            "tokens cannot be merged"
+        )
 
 
 class Stream(NamedTuple):
@@ -115,7 +122,7 @@ class Stream(NamedTuple):
 
 
 def start_of(x: Tensor) -> Stream:
-    return Stream(x, x.new_ones(x.shape[:2]), torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]))
+    return Stream(x, x.new_ones(x.shape[:2]), start_groups(x))
 
 
 def repair_merged(

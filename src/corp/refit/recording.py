@@ -21,6 +21,11 @@ SAMPLES, TOKENS = 256, 65_536  # that the streams hold where the recipe does not
 STREAMS = 4  # hidden states held of every sample, beside the outputs of a block's sites and the input of its last
 
 
+def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
+    """How many samples the refit takes, if there are that many."""
+    return recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+
+
 @dataclass
 class Recorder:
     """Records the calls of a model's blocks on some batches, spread over all `available` samples."""
@@ -34,8 +39,7 @@ class Recorder:
 
     @property
     def wanted(self) -> int:
-        longest = max(block.tokens for block in self.blocks)
-        return self.recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / longest))
+        return samples_wanted(self.recipe, self.blocks)
 
     @property
     def seen(self) -> int:

@@ -122,7 +122,7 @@ class Repair:
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
     ) -> list[Tensor]:
         """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
-        behind: list[Tensor] = []
+        behind: list[Tensor] = []  # the dense stream
         targets: list[dict[str, Tensor]] = []
         for passage, hidden in zip(passages, dense, strict=True):
             with watching(self.dense, block.sites) as seen, meeting(self.dense, block.junctions) as met:
@@ -133,7 +133,7 @@ class Repair:
         for number, site in enumerate(block.sites):
             if not self.recipe.skips(site.name):
                 with at_site(site):
-                    fit, held, ends = self._observe(block, number, passages, dense, pruned, targets)
+                    fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind)
                     change = self._correct(site, block.scales[number], fit, held)
         if ends:  # the block ran to its end: what the correction of its last layer adds follows without another pass
             pruned[:] = [output if change is None else _added(output, x, *change) for output, x in ends]
@@ -150,18 +150,22 @@ class Repair:
         dense: Sequence[Tensor],
         pruned: Sequence[Tensor],
         targets: Sequence[dict[str, Tensor]],
+        behind: Sequence[Tensor],
     ) -> tuple[TokenSums, TokenSums, list[tuple[Tensor, Tensor]]]:
         """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out.
 
-        And if the site is the last that adds to the stream, the block's output and that layer's input, per passage.
+        Where the fit has no intercept, tokens count relative to the size of their stream, as the next norm divides by
+        it: the first token of a text, which may be a thousand times as large, would be all that is fitted otherwise.
+        If the site is the last that adds to the stream, the block's output and that layer's input come too.
         """
         site = block.sites[number]
         last = number == len(block.sites) - 1 and not block.junctions
-        inputs = projection_at(self.smaller, site.down).weight.shape[1]
+        layer = projection_at(self.smaller, site.down)
+        inputs = layer.weight.shape[1]
         share = READ if block.read < block.tokens else 1.0
         fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
         ends = []
-        for passage, ahead, hidden, target in zip(passages, dense, pruned, targets, strict=True):
+        for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
             own = block.junctions[number : number + 1]
             stop = not last and not own
             with (
@@ -180,6 +184,9 @@ class Repair:
             if last:
                 ends.append((output, x))
             x = x.reshape(-1, x.shape[-1])
+            if layer.bias is None:
+                weight = 1 / _tokens(after).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+                x, gap = _tokens(x) * weight, gap * weight
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))

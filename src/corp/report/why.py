@@ -49,7 +49,18 @@ def _refit(raw: Mapping[str, Any]) -> str:
     return f"refit on {raw['samples']} samples: {len(left)} layers repair errors of earlier ones{gone}"
 
 
-_LINES = {"allocation": _allocation, "latency": _latency, "split": _split, "agreement": _agreement, "refit": _refit}
+def _tokens(raw: Mapping[str, Any]) -> str:
+    merged = ", ".join(map(str, raw["schedule"]))
+    tried = [one for one in raw.get("tried", ()) if "divergence" in one]
+    splits = ", ".join(f"{one['widths']:.2f} {one['divergence']:.4f}" for one in tried)
+    why = f"; shares that widths leave, and divergence from the dense output on held-out samples: {splits}"
+    return f"tokens merged by block: {merged}; {raw['cost']:.3f} of the dense operations{why if tried else ''}"
+
+
+_LINES = {
+    **{"allocation": _allocation, "latency": _latency, "split": _split, "agreement": _agreement},
+    **{"tokens": _tokens, "refit": _refit},
+}
 
 
 def explained(why: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,8 @@ from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.tying import assign, tied_names
 from corp.surgery.apply import history, set_history, shrink
+from corp.surgery.experts import pack
+from corp.surgery.opened import open_up
 
 FORMAT = "corp-model"
 FORMAT_VERSION = 1
@@ -180,8 +182,10 @@ def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
 
 
 def _shrink_all(model: nn.Module, plans: tuple[Plan, ...]) -> None:
+    open_up(model)
     for plan in plans:
         shrink(model, find_sites(model), plan)
+    pack(model)
 
 
 def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:

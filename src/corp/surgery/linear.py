@@ -87,7 +87,8 @@ def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | N
     for module in dict.fromkeys(rows.module for rows in site.up):
         up = projection_at(model, module)
         # Packed gate and up lose the same channels of each half, so that chunk(2) still halves it.
-        index = torch.cat([rows.start + kept for rows in site.up if rows.module == module])
+        index = torch.cat([torch.tensor(rows.positions)[kept] for rows in site.up if rows.module == module])
+        index = index if len(site.up) == 1 or not site.up[0].period else index.sort().values  # neighbours stay so
         index = index.to(up.weight.device)
         kept_bias = None if up.bias is None else up.bias[index]
         model.set_submodule(module, make_linear(model.get_submodule(module), up.weight[index], kept_bias))

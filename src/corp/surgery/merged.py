@@ -6,7 +6,8 @@ Blocks stay where they were, with the weights and names that they had, so sites 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -170,18 +171,28 @@ def _first(module: Any, *names: str) -> Any:
 
 
 class MergedSequence(nn.Sequential):
-    """Blocks that the model calls as one (timm). Whoever calls them one by one gets the dense blocks' outputs."""
+    """Blocks that the model calls as one (timm).
+
+    Whoever calls them one by one (features of several blocks) gets every patch its group's value where patches are
+    unmerged, and the dense blocks' outputs elsewhere.
+    """
 
     def __init__(self, blocks: Iterable[nn.Module], *, unmerge: bool) -> None:
         super().__init__(*blocks)
         self.unmerge = unmerge
 
+    def __iter__(self) -> Iterator[Any]:
+        return one_by_one(self.children()) if self.unmerge else super().__iter__()
+
     def __getitem__(self, index: Any) -> Any:
-        """A block, or an ordinary sequence of some."""
-        return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+        """A block, or a sequence of some."""
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        some = list(self.children())[index]
+        return MergedSequence(some, unmerge=True) if self.unmerge and not index.start else nn.Sequential(*some)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_blocks(self, x, unmerge=self.unmerge)
+        return run_blocks(self.children(), x, unmerge=self.unmerge)
 
 
 class MergedList(nn.ModuleList):
@@ -212,11 +223,33 @@ def _hides(mask: Tensor) -> bool:
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *, unmerge: bool) -> Tensor:
     """The blocks one after the other, with sizes and groups handed over."""
-    sizes = x.new_ones(x.shape[:2])
-    groups = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) if unmerge else None
+    sizes, groups = x.new_ones(x.shape[:2]), start_groups(x) if unmerge else None
     for block in blocks:
         x, sizes, groups = block(x, sizes=sizes, groups=groups)
     return x if groups is None else rows(x, groups)
+
+
+def one_by_one(blocks: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Functions that run one block each, hand sizes and groups on among them, and give all patches."""
+    given = merged = sizes = groups = None
+
+    def step(block: nn.Module, x: Tensor) -> Tensor:
+        nonlocal given, merged, sizes, groups
+        if merged is None:
+            merged, sizes, groups = x, x.new_ones(x.shape[:2]), start_groups(x)
+        elif x is not given:
+            raise ModelError("merged blocks take what the block before gave, unchanged; use the model without merging")
+        merged, sizes, groups = block(merged, sizes=sizes, groups=groups)
+        given = rows(merged, groups)
+        return given
+
+    for block in blocks:
+        yield partial(step, block)
+
+
+def start_groups(x: Tensor) -> Tensor:
+    """Where each of the tokens x (B, N, C) is before any merge, (B, N): at its own place."""
+    return torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
 
 
 def _merging_block(

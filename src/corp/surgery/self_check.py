@@ -20,6 +20,7 @@ from corp.numerics import rotary, subspace
 from corp.numerics.affine import Folded
 from corp.numerics.output import LowRank, output_error
 from corp.numerics.place import Place, in_float64
+from corp.observer import Advance
 from corp.planning.fitting import split
 from corp.planning.output import OutputPlan
 from corp.planning.plan import Plan, SitePlan
@@ -61,7 +62,14 @@ class Finding:
         return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
 
 
-def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics, plan: Plan) -> list[Finding]:
+def verify(
+    dense: nn.Module,
+    pruned: nn.Module,
+    sites: Sites,
+    stats: Statistics,
+    plan: Plan,
+    advance: Advance = lambda _sites: None,
+) -> list[Finding]:
     """Check every planned site whose narrowed weights are where corp's own modules keep them."""
     epsilon = torch.finfo(next(pruned.parameters()).dtype).eps
     stats = stats.at({name: Place.exactly(device) for name, device in site_devices(dense, sites).items()})
@@ -73,6 +81,7 @@ def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics,
         if found is not None:
             planned, energy = (sum(getattr(cost, name) for cost in site_plan.costs) for name in ("J", "energy"))
             findings.append(Finding(site.name, site.kind, planned, found, energy, epsilon))
+        advance(1)
     if plan.output is not None:
         findings.append(_output_finding(dense, pruned, stats, plan.output, epsilon))
     return findings

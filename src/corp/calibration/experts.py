@@ -1,0 +1,76 @@
+"""Statistics of experts: some see too few tokens to learn from, and still have to be as narrow as the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from corp.calibration.moments import Moments
+from corp.calibration.site_sums import AnySums, SiteSums
+from corp.calibration.statistics import Statistics
+from corp.sites import MLPSite, Site
+
+
+def supplied(stats: Statistics, sites: Iterable[Site]) -> Statistics:
+    """The statistics, in which experts that saw fewer tokens than they have channels have uncorrelated ones.
+
+    Such an expert keeps the channels that matter most by their energies, as far as known, and the weights; nothing is
+    predicted from anything else.
+    """
+    routed = frozenset(site.name for site in sites if isinstance(site, MLPSite) and site.experts)
+    return replace(stats, sums=_Supplied(stats.sums, routed)) if routed else stats
+
+
+def starved(stats: Statistics, sites: Iterable[Site]) -> list[str]:
+    """A sentence that names the experts that saw too few tokens, if any did."""
+    few = [
+        site.name
+        for site in sites
+        if isinstance(site, MLPSite) and site.experts and stats.moments_of(site.name).total().n < site.width
+    ]
+    if not few:
+        return []
+    some = ", ".join(few[:4]) + (", ..." if len(few) > 4 else "")
+    return [
+        f"{len(few)} experts saw fewer tokens than they have channels ({some}): they keep the channels with the "
+        "largest weights and energies, and nothing compensates for the others; calibrate on more data"
+    ]
+
+
+class _Supplied(Mapping[str, AnySums]):
+    """Sums, made when they are asked for, in which those of starved experts are filled up."""
+
+    def __init__(self, sums: Mapping[str, AnySums], routed: frozenset[str]) -> None:
+        self._sums, self._routed = sums, routed
+
+    def __getitem__(self, name: str) -> AnySums:
+        found = self._sums[name]
+        return filled(found) if name in self._routed and isinstance(found.fit, Moments) else found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sums  # Mapping's own would read a file to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+
+def filled(sums: SiteSums[Moments]) -> SiteSums[Moments]:
+    """Sums of a site that are enough for its width, or what little is known of every channel alone."""
+    total = sums.total()
+    if total.n >= total.width:
+        return sums
+    known = total.energy if total.n else torch.ones(total.width, dtype=torch.float64)  # (D,)
+    energy = (total.n * known + known.mean()) / (total.n + 1)
+    alone = Moments(total.width)
+    alone.n = alone.seen = max(1, total.n)
+    alone.shift = torch.zeros_like(energy)
+    alone.square_seen = alone.n * energy
+    alone.outer = torch.diag(alone.n * energy)
+    alone.active = total.active if total.n else torch.ones_like(energy)
+    alone.stream = total.stream
+    return SiteSums(alone, Moments(total.width))

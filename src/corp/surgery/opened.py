@@ -1,0 +1,52 @@
+"""Models with all their linear maps as linear layers that are called: what calibration and surgery work on.
+
+Some libraries keep a map in other forms: experts packed in one parameter, or a layer's bias apart from it. A model is
+opened as a copy that shares its memory and computes the same; the user's own is never changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.surgery.experts import opens, unpack
+
+# Classes that call `qkv` where there is no `q_bias`, and otherwise use its weight with three biases put together.
+SPLIT_BIASES = {("timm.models.beit", "Attention"), ("timm.models.eva", "EvaAttention")}
+
+
+def opened(model: nn.Module) -> nn.Module:
+    """The model in its open form, sharing all memory but joined biases; the model itself if that is its form."""
+    if not any(opens(module) or _is_split(module) for module in model.modules()):
+        return model
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    apart = copy.deepcopy(model, shared)  # tensors in the memo are not copied
+    open_up(apart)
+    return apart
+
+
+def open_up(model: nn.Module) -> None:
+    """Bring a model into its open form, in place. Packed experts can be packed again; joined biases stay joined."""
+    unpack(model)
+    for module in model.modules():
+        if _is_split(module):
+            _join(module)
+
+
+def _is_split(module: Any) -> bool:
+    known = (type(module).__module__, type(module).__name__) in SPLIT_BIASES
+    return known and module.q_bias is not None and isinstance(module.qkv, nn.Linear)
+
+
+def _join(attention: Any) -> None:
+    parts = [attention.q_bias, attention.k_bias, attention.v_bias]
+    joined = nn.Linear(1, 1, bias=False, device="meta")
+    joined.in_features, joined.out_features = attention.qkv.in_features, attention.qkv.out_features
+    joined.weight = attention.qkv.weight
+    joined.bias = nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=parts[0].requires_grad)
+    attention.qkv = joined.train(attention.training)
+    attention.q_bias = attention.v_bias = None
