@@ -11,6 +11,7 @@ import torch
 import corp
 from corp import Recipe
 from corp.calibration import workers
+from corp.calibration.site_sums import SiteSums
 from corp.errors import CorpError
 from tests.helpers.models import build, images
 
@@ -28,8 +29,10 @@ def main(folder: Path) -> None:
         made["pruned"] = corp.prune(model, images(8, 10), RECIPE)
         weights = {name: result.model.state_dict() for name, result in made.items()}
         torch.save(weights, folder / f"{group.world}-{group.rank}.pt")
+        name = next(site.name for site in corp.find_sites(model).mlp)
+        empty = SiteSums(*(part.empty() for part in vars(stats.moments_of(name)).values()))
         try:
-            corp.plan(model, replace(stats, sums={}), RECIPE)
+            corp.plan(model, replace(stats, sums={**stats.sums, name: empty}), RECIPE)
         except CorpError as error:
             (folder / f"{group.world}-{group.rank}.txt").write_text(str(error))
 

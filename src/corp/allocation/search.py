@@ -120,7 +120,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
         first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given
     )
     for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
-        if (rank, ridge) == (asked.rank, stronger.recipe.ridge):
+        if found.paths and (rank, ridge) == (asked.rank, stronger.recipe.ridge):
             found = found._replace(paths={name: curve.path for name, curve in stronger.curves.items() if curve.path})
         tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found)
         known[rank, ridge] = tried.divergence().value
