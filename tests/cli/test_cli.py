@@ -303,7 +303,6 @@ def test_prune_finds_the_sites_once(
 
     search = registry.search
     monkeypatch.setattr(registry, "search", counting)
-    monkeypatch.setattr("corp.cli.prune.exportable", lambda _model, _recipe: "")  # asks every export by itself
     options = ("--weights", weights, "--calib", photos, "--sparsity", 0.5, "--batch-size", 2, "--device", "cpu")
     result = run("prune", MODEL, *options, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output

@@ -20,13 +20,21 @@ from corp.adapters.near_names import near
 from corp.errors import DataError, ModelError
 
 
-def create(name: str, weights: str | Path | None = None, *, pretrained: bool = False) -> nn.Module:
-    """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random."""
+def create(
+    name: str, weights: str | Path | None = None, *, pretrained: bool = False, any_size: bool = False
+) -> nn.Module:
+    """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random.
+
+    With `any_size` it takes images of any size that is a multiple of its patches, and so does its pruned copy.
+    """
     require_known(name)
     if pretrained and weights is None:
         _require_weights(name)
     try:
-        model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None)
+        more = {"dynamic_img_size": True} if any_size else {}
+        model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None, **more)
+    except TypeError as error:
+        raise ModelError(f"{name} takes images of one size only: {error}") from error
     except Exception as error:  # hub, network or tag trouble: timm raises many kinds
         reason = str(error).rstrip(". ")
         raise ModelError(f"timm cannot make {name!r}: {reason}. Pass the weights as a file: weights=FILE") from error

@@ -43,12 +43,14 @@ def read_statistics(source: Source, stats: Path) -> Statistics:
     return Statistics.load(stats)
 
 
-def opened(source: Source, recipe: Recipe | None = None, settings: Settings | None = None) -> nn.Module:
+def opened(
+    source: Source, recipe: Recipe | None = None, settings: Settings | None = None, *, any_size: bool = False
+) -> nn.Module:
     """The model of the source on its device; a recipe that it cannot satisfy is refused here."""
     # An offloaded model stays on the host; its layers visit the device during calibration only.
     home = source.device if settings is None or settings.offload is None else "cpu"
     with progress(f"loading {source.model}", None, ""):
-        model = place(load_model(source.model, source.weights), home, source.dtype)
+        model = place(load_model(source.model, source.weights, any_size=any_size), home, source.dtype)
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
     return model

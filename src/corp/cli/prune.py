@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,14 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from corp.cli import arguments as a
 from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError, StorageError
+from corp.errors import CorpError, DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
     from corp.api import Result
+    from corp.calibration.batches import Forward
     from corp.planning.report import Report
+    from corp.storage.export.possible import Exports
 
 
 @command
@@ -56,6 +59,14 @@ def prune(
         int | None,
         a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
     ] = None,
+    head: Annotated[
+        Path | None,
+        a.option("A head (.safetensors, of corp probe) that reads the backbone's patches.", a.DATA, show_default=False),
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        a.option("HEIGHTxWIDTH that the model is used at; images are not cropped.", a.DATA, show_default="the head's"),
+    ] = None,
     dry_run: Annotated[
         bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
     ] = False,
@@ -72,7 +83,7 @@ def prune(
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
-    from corp.storage.export.possible import recipe_for
+    from corp.storage.export.possible import Exports
 
     if out is None and not dry_run:
         raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
@@ -84,25 +95,37 @@ def prune(
         if asked and stats is not None:
             raise DataError(f"--{option} reads the data itself: give --calib instead of --stats")
     require_given(deployment)
+    in_use = head is not None or image_size is not None
+    if in_use and (stats is not None or deployment.deploy_data):
+        raise DataError("--head and --image-size go with --calib, not with --stats or --deploy-data")
     settings = collection.settings()
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)
-    dense = inputs.opened(source)
-    recipe = recipe if program is None else recipe_for(dense, program, recipe)
-    batches = None if known else inputs.batches_of(dense, source)
+    dense = inputs.opened(source, any_size=in_use)
+    recipe = recipe if program is None else Exports(dense).recipe_for(program, recipe)
+    batches, forward = None, None
+    if in_use:
+        from corp.cli.eval_dense import used_with
+
+        batches, forward = used_with(source, dense, head, image_size)
+    elif known is None:
+        batches = inputs.batches_of(dense, source)
     origin = None if known else inputs.origin_of(source, dense, batches)
     if out is None or dry_run:
-        made = api.estimate(dense, batches, recipe, stats=known, settings=settings, origin=origin)
+        made = api.estimate(dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin)
         show_json(made.to_dict()) if json else show_table(*made.table())
         for line in made.advice():
             note(in_flags(line))
         return
     inputs.warn_of_little_space(out, dense)
-    note(exportable(dense, recipe))
+    with suppress(CorpError):  # what cannot be pruned at all is refused below, with its reasons
+        note(told(Exports(dense), recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
     with workers.launched() as group:
-        result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
+        result = api.prune(
+            dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
+        )
     if group.rank > 0:  # every process has the result; one saves it
         return
     inputs.tell_skipped(batches)
@@ -116,24 +139,24 @@ def prune(
     show = None
     if eval_data:
         loaded = {source.model: dense, str(out): result.model}
-        content, show = before_and_after(loaded, eval_data, eval_samples, source)
+        content, show = before_and_after(loaded, eval_data, eval_samples, source, head, image_size)
     if json:
         evaluation = {"evaluation": content} if content else {}
         show_json({"output": str(out), **result.report.to_dict(), **content_of(shift), **evaluation})
         return
     if show:
         show()
-    note_merging(dense, result, recipe, batches)
+    note_merging(dense, result, recipe, batches, forward)
     note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
-def exportable(model: nn.Module, recipe: Recipe) -> str:
+def told(exports: Exports, recipe: Recipe) -> str:
     """Where the result can be exported to, and what would make it fit where it cannot."""
-    from corp.storage.export.possible import PROGRAMS, fits, pads_heads, targets_under
+    from corp.storage.export.possible import PROGRAMS
 
-    able = [target for target, reason in targets_under(model, recipe).items() if reason is None]
-    said = [f"{target} (heads padded)" if pads_heads(model, target, recipe) else target for target in able]
-    more = [name for name, target in PROGRAMS.items() if target not in able and fits(model, name, recipe)]
+    able = [target for target, reason in exports.under(recipe).items() if reason is None]
+    said = [f"{target} (heads padded)" if exports.pads_heads(target, recipe) else target for target in able]
+    more = [name for name, target in PROGRAMS.items() if target not in able and exports.fits(name, recipe)]
     return f"exports: {', '.join(said) or 'none'}" + (f"; with --for also {', '.join(more)}" if more else "")
 
 
@@ -151,19 +174,28 @@ def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, over
 
 
 def before_and_after(
-    loaded: dict[str, nn.Module], data: list[Path], samples: int | None, source: a.Source
+    loaded: dict[str, nn.Module],
+    data: list[Path],
+    samples: int | None,
+    source: a.Source,
+    head: Path | None = None,
+    image_size: str | None = None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """What corp eval says of the two models, and how to show it."""
-    from corp.cli import eval_images, eval_text
+    from corp.cli import eval_dense, eval_images, eval_text
     from corp.cli.models import IMAGE, kind_of
 
+    if head is not None:
+        options = eval_dense.Options(None, head, data, image_size=image_size, samples=samples, seed=source.seed)
+        found, maps = eval_dense.evaluate_dense(loaded, options)
+        return found, lambda: eval_dense.show_dense(found, maps)
     if kind_of(next(iter(loaded.values()))) == IMAGE:
         content, images = eval_images.evaluate_images(
             loaded, data, None, samples, source.batch_size, source.seed, source.max_bad
         )
         return content, lambda: eval_images.show_images(content, images)
-    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    content, rows = eval_text.evaluate_texts(loaded, options)
+    texts = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
+    content, rows = eval_text.evaluate_texts(loaded, texts)
     return content, lambda: eval_text.show_texts(content, rows)
 
 
@@ -180,7 +212,7 @@ def show_report(report: Report) -> None:
         note(line)
 
 
-def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any) -> None:
+def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any, forward: Forward | None) -> None:
     """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
     from corp.adapters.registry import find_sites
     from corp.cli.models import IMAGE, kind_of
@@ -189,7 +221,7 @@ def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any)
     target = recipe.target_macs or recipe.target_latency
     if target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
         return
-    offer = offer_merging(dense, find_sites(dense), result.model, target, batches)
+    offer = offer_merging(dense, find_sites(dense), result.model, target, batches, forward)
     if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
         merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
         note(

@@ -186,16 +186,22 @@ class Offer(NamedTuple):
 
 
 def offer_merging(
-    model: nn.Module, sites: Sites, pruned: nn.Module, target: float, batches: Iterable[Any]
+    model: nn.Module,
+    sites: Sites,
+    pruned: nn.Module,
+    target: float,
+    batches: Iterable[Any],
+    forward: Forward | None = None,
 ) -> Offer | None:
     """The merged model under this share of the operations beside the pruned one; None if tokens cannot be merged."""
     held = HeldBatches(HoldOut.of(batches), OFFER_SAMPLES)
     held.collect(batches)
     try:
         some = few(held.batches)
-        free = find_merging(model, sites, some[0])
-        merging = count_operations(model, some[0], free).fit(model, free, rising(len(free.schedule)), target)
-        reference = Reference(model, some)
+        free = find_merging(model, sites, some[0], forward)
+        operations = count_operations(model, some[0], free, forward)
+        merging = operations.fit(model, free, rising(len(free.schedule)), target)
+        reference = Reference(model, some, forward)
     except (ModelError, PlanError, DataError):
         return None
     merged = reference.compare(merged_copy(model, merging))

@@ -69,14 +69,12 @@ def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tupl
     return plain, (note,)
 
 
-def holds_narrower_heads(model: nn.Module, library: Library, identity: dict[str, Any]) -> bool:
-    """Whether the standard profile can say that all heads of this dense model are narrower."""
+def holds_narrower_heads(model: nn.Module, width: int, library: Library, identity: dict[str, Any]) -> bool:
+    """Whether the standard profile can say that all heads, which are `width` wide in the dense model, are narrower."""
     common = common_heads(model)
     if common is None:
-        width = find_sites(model).attention[0].width
-        return precise(model) == next(model.parameters()).dtype and bool(
-            library.resize_heads(identity, width - 2, None)
-        )
+        exact = precise(model) == next(model.parameters()).dtype  # see _one_head_width
+        return exact and library.resize_heads(identity, width - 2, None) is not None
     rope = _rope(model, common._replace(width=common.width - 2, pairs=common.pairs[:-1]))
     return rope is not None and library.resize_heads(identity, common.width - 2, rope) is not None
 
