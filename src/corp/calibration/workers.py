@@ -78,6 +78,7 @@ class Workers:
         """The sum over all workers on rank 0 (added in order of rank, so always the same bits); others keep theirs."""
         if self.world == 1:
             return sums
+        sums.to(torch.device("cpu"))
         if self.rank != 0:
             self._send(sums, 0)
             return sums
