@@ -28,6 +28,7 @@ from corp.calibration.batches import (
 from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
 from corp.errors import CorpWarning, DataError, ModelError, PlanError
 from corp.numerics.affine import Folded
 from corp.numerics.place import Place, in_float64
@@ -228,7 +229,9 @@ def _added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
 def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Run) -> None:
     """The refitted model, run as a whole, must end in the stream that the refit left it with."""
     found: list[Tensor] = []
-    hook = model.get_submodule(last.name).register_forward_hook(lambda _m, _a, output: found.append(stream_of(output)))
+    hook = model.get_submodule(last.name).register_forward_hook(
+        here(lambda _m, _a, output: found.append(stream_of(output)))
+    )
     with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
         run_model()
     if not found or not close(found[0], expected):
