@@ -8,7 +8,7 @@ export SOURCE_DATE_EPOCH
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check docs test-real test-lowest test-seeds test-random build reproducible sbom bench soak mutants clean
+.PHONY: demo test check docs test-real test-lowest test-seeds test-random build check-dist reproducible sbom bench soak mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -51,6 +51,17 @@ build: $(VENV)/.installed
 	$(BIN)/python -m build
 	for file in py.typed data/digits_vit.safetensors report/page.html; do \
 	  $(BIN)/python -m zipfile --list dist/*.whl | grep --quiet "corp/$$file" || { echo "the wheel lacks $$file"; exit 1; }; done
+
+# The wheel and then the sdist, installed into an empty environment, must pass the demo there.
+check-dist: build
+	rm -rf build/empty
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd build/empty && bin/corp demo --overwrite
+	build/empty/bin/pip install --quiet --no-deps --force-reinstall dist/*.tar.gz
+	cd build/empty && bin/corp demo --overwrite
+	build/empty/bin/pip install --quiet twine
+	build/empty/bin/twine check --strict dist/*
 
 # The same source gives the same bytes: built twice and compared.
 reproducible: build

@@ -49,7 +49,7 @@ from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import cost_of, fold_site, pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
-from corp.planning.widths import require_prunable
+from corp.planning.widths import require_prunable, rounded_away
 from corp.recipe import AUTO, GAIN, Recipe
 from corp.refit.merged import find_merging, repair_merged
 from corp.refit.recording import Recorder, record_batches, samples_wanted
@@ -581,7 +581,7 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
-    made = made.noting(*starved(stats, narrower))
+    made = made.noting(*starved(stats, narrower), *rounded_away(dense.sites, recipe))
     return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 
@@ -630,8 +630,10 @@ def _repair(
 ) -> Result:
     batches, forward, observer = run.batches or (), run.forward, run.observer
     if not passages:
-        with observer.stage("recording for the refit", None, "samples"):
-            passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+        wanted = min(samples_wanted(recipe, blocks), result.plan.samples)
+        with observer.stage("recording for the refit", wanted, "samples") as advance:
+            data = dense.model, dense.sites, batches, blocks
+            passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
     place = None if run.device is None else Place.on(torch.device(run.device))
     work = Repair(dense.model, copy.deepcopy(result.model), recipe, place)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:

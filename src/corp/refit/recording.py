@@ -13,6 +13,7 @@ from torch import nn
 from corp.calibration.batches import Forward, enumerate_batches, move, placement, run, size_of, without_cache
 from corp.calibration.memory import free_bytes, human
 from corp.errors import PlanError
+from corp.observer import Advance
 from corp.recipe import Recipe
 from corp.refit.replay import Block, Passage, Run, record, refusal
 from corp.sites import Sites
@@ -68,6 +69,7 @@ def record_batches(
     recipe: Recipe,
     available: int,
     forward: Forward | None = None,
+    advance: Advance = lambda _samples: None,
 ) -> list[Passage]:
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
     recorder, (device, dtype) = Recorder(model, sites, blocks, recipe, available), placement(model)
@@ -75,6 +77,7 @@ def record_batches(
         given = batch if forward is not None else move(batch, device, dtype)
         with without_cache(model):
             recorder.record(batch, lambda given=given: run(model, given, forward))  # type: ignore[misc]
+        advance(recorder.passages[-1].samples)
         if recorder.seen >= recorder.wanted:
             break
     return recorder.passages
