@@ -48,7 +48,7 @@ from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
-from corp.planning.widths import require_prunable
+from corp.planning.widths import require_prunable, rounded_away
 from corp.recipe import AUTO, GAIN, Recipe
 from corp.refit.merged import find_merging, repair_merged
 from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, samples_wanted, why_not
@@ -525,7 +525,7 @@ def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, o
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
-    made = made.noting(*starved(stats, narrower))
+    made = made.noting(*starved(stats, narrower), *rounded_away(dense.sites, recipe))
     return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 
@@ -558,8 +558,10 @@ def _repair(
     forward: Forward | None,
     observer: Observer,
 ) -> Result:
-    with observer.stage("recording for the refit", None, "samples"):
-        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
+    wanted = min(samples_wanted(recipe, blocks), result.plan.samples)
+    with observer.stage("recording for the refit", wanted, "samples") as advance:
+        data = dense.model, dense.sites, batches, blocks
+        passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
     work = Repair(dense.model, copy.deepcopy(result.model), recipe)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)

@@ -308,6 +308,9 @@ def test_refusals_say_what_can_be_done(tmp_path: Path) -> None:
     corp.save(decoders.pruned(decoders.build("llama"), Recipe(mlp=0.5)), tmp_path / "bare")
     with pytest.raises(CorpError, match="a GGUF file holds its tokenizer, and there is none"):
         storage.export(tmp_path / "bare", tmp_path / "x", to="gguf")
+    told = " ".join(run("export", tmp_path / "bare", "-o", tmp_path / "x", "--to", "gguf").output.split())
+    assert "can be exported with" in told
+    assert "--to vllm error" in told  # not with --to gguf, which was just refused
     opt = models.prune(models.build("hf-opt"), models.batches("hf-opt"), Recipe(mlp=0.5))
     corp.save(opt, tmp_path / "opt")
     with pytest.raises(CorpError, match="OPTForCausalLM cannot be written as a Llama"):

@@ -16,6 +16,7 @@ from corp.allocation.latency import Clock, Time
 from corp.calibration.batches import evaluating, run
 from corp.calibration.hooks import removing
 from corp.calibration.statistics import Statistics
+from corp.calibration.threads import here
 from corp.errors import PlanError
 from corp.numerics.exact import Path
 from corp.numerics.output import Spectrum
@@ -143,7 +144,7 @@ class Allocator:
         assert head is not None
         seen: list[int] = []
         hook = self.model.get_submodule(head.name).register_forward_hook(
-            lambda _m, args, _o: seen.append(args[0].numel())
+            here(lambda _m, args, _o: seen.append(args[0].numel()))
         )
         with torch.no_grad(), evaluating(self.model), removing([hook]):
             run(self.model, *self.sample)

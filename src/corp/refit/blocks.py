@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.hooks import block_of, removing
+from corp.calibration.threads import here
 from corp.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite
 
@@ -98,7 +99,7 @@ def find_junctions(
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == hidden.shape:
                 met[inner] = args[0], output
 
-        return module.register_forward_hook(after)
+        return module.register_forward_hook(here(after))
 
     inside_it = [(n, m) for n, m in model.get_submodule(name).named_modules(prefix=name) if n != name]
     with removing([watch(*one) for one in inside_it]), watching(model, sites) as seen:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing
 from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
 from corp.errors import ModelError
 from corp.numerics.affine import Folded
 from corp.numerics.refit import gap_left, gap_of
@@ -70,7 +71,7 @@ def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(args[0] if args else next(iter(kwargs.values())))
 
-    handle = model.get_submodule(first).register_forward_pre_hook(before, with_kwargs=True)
+    handle = model.get_submodule(first).register_forward_pre_hook(here(before), with_kwargs=True)
     with torch.no_grad(), evaluating(model), removing([handle]):
         run(model, batch, forward)
         run(model, _shaken(batch), forward)

@@ -30,6 +30,7 @@ from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.memory import free_bytes, human
 from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
 from corp.errors import CorpWarning, DataError, ModelError, PlanError
 from corp.numerics.affine import Folded
 from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
@@ -103,6 +104,7 @@ def record_batches(
     recipe: Recipe,
     available: int,
     forward: Forward | None = None,
+    advance: Advance = lambda _samples: None,
 ) -> list[Passage]:
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
     wanted = samples_wanted(recipe, blocks)
@@ -121,6 +123,7 @@ def record_batches(
         if not seen:
             _require_memory(passage, blocks, min(wanted, available) / passage.samples, device)
         seen += passage.samples
+        advance(passage.samples)
         if seen >= wanted:
             break
     return passages
@@ -251,7 +254,9 @@ class Repair:
 def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Run) -> None:
     """The refitted model, run as a whole, must end in the stream that the refit left it with."""
     found: list[Tensor] = []
-    hook = model.get_submodule(last.name).register_forward_hook(lambda _m, _a, output: found.append(stream_of(output)))
+    hook = model.get_submodule(last.name).register_forward_hook(
+        here(lambda _m, _a, output: found.append(stream_of(output)))
+    )
     with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
         run_model()
     if not found or not close(found[0], expected):

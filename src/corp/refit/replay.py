@@ -19,6 +19,7 @@ from corp.calibration.batches import evaluating
 from corp.calibration.hooks import block_of, removing, without_fast_path
 from corp.calibration.masks import Masks
 from corp.calibration.multihead import averages
+from corp.calibration.threads import here
 from corp.errors import PlanError
 from corp.sites import AttentionSite, LinearSite, Mask, Site, ValueSite
 from corp.surgery.padded import taken
@@ -118,8 +119,8 @@ def record(
                 ends[name] = passage.last
 
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
+        handles.append(module.register_forward_pre_hook(here(before), with_kwargs=True))
+        handles.append(module.register_forward_hook(here(after)))
 
     for name in blocks_of(sites):
         watch(name)
@@ -188,7 +189,7 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
             seen[site.name] = Seen(x, stream_of(output))
 
         name = site.attention if isinstance(site, ValueSite) and is_multihead(site) else site.down
-        yield model.get_submodule(name).register_forward_hook(after, with_kwargs=True)
+        yield model.get_submodule(name).register_forward_hook(here(after), with_kwargs=True)
 
     with removing([handle for site in sites for handle in watch(site)]):
         yield seen
@@ -203,7 +204,7 @@ def meeting(model: nn.Module, junctions: Sequence[str]) -> Iterator[dict[str, Te
         def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
             met[name] = args[0]
 
-        return model.get_submodule(name).register_forward_pre_hook(before)
+        return model.get_submodule(name).register_forward_pre_hook(here(before))
 
     with removing([watch(name) for name in junctions]):
         yield met
