@@ -8,7 +8,7 @@ export SOURCE_DATE_EPOCH
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check docs test-real test-lowest test-seeds test-random build reproducible sbom bench soak mutants clean
+.PHONY: demo test check docs test-real test-lowest test-seeds test-random build check-dist reproducible sbom bench soak mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -52,6 +52,17 @@ build: $(VENV)/.installed
 	for file in py.typed data/digits_vit.safetensors report/page.html; do \
 	  $(BIN)/python -m zipfile --list dist/*.whl | grep --quiet "corp/$$file" || { echo "the wheel lacks $$file"; exit 1; }; done
 
+# The wheel and then the sdist, installed into an empty environment, must pass the demo there.
+check-dist: build
+	rm -rf build/empty
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd build/empty && bin/corp demo --overwrite
+	build/empty/bin/pip install --quiet --no-deps --force-reinstall dist/*.tar.gz
+	cd build/empty && bin/corp demo --overwrite
+	build/empty/bin/pip install --quiet twine
+	build/empty/bin/twine check --strict dist/*
+
 # The same source gives the same bytes: built twice and compared.
 reproducible: build
 	mkdir -p build/first && mv dist/* build/first/
@@ -85,6 +96,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.beyond
+	$(BIN)/python -m benchmarks.rounding --out benchmarks/results/rounding.json
+	$(BIN)/python -m benchmarks.estimate --out benchmarks/results/estimate.json
 
 # make LOCKED=1: archives other than those whose hashes are in constraints-hashed.txt are refused.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -32,7 +32,9 @@ ROTARY = (FREE, SHARED)
 AUTO = "auto"
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
-NAMED_MULTIPLES = ("fast", "gguf")
+NAMED_MULTIPLES = ("auto", "fast", "gguf")
+EVEN = 8  # what round_to="auto" rounds to, at widths from these on: below, rounding would cost more than it gains
+EVEN_FROM = {"mlp": 512, "head": 64}
 # Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
 _PAPER: dict[str, Any] = {
     "rank": "combined",
@@ -121,9 +123,10 @@ class Recipe(Tabular):
         },
     )
     round_to: int | str | Mapping[str, int] = _option(
-        1,
+        AUTO,
         REMOVE,
-        "Round kept widths up to a multiple: a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
+        "Round kept widths up to a multiple: auto is 8 for MLPs from 512 channels and heads from 64 dimensions on, and "
+        "1 turns it off; a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
         "what llama.cpp quantises together, 256 where that is at most 1/16 of the width, else 32.",
     )
     rank: str = _option(
@@ -317,6 +320,8 @@ class Recipe(Tabular):
             return self.round_to
         if self.round_to == "gguf":
             multiples: Mapping[str, int] = {"mlp": SUPERBLOCK if width >= 16 * SUPERBLOCK else BLOCK}
+        elif self.round_to == AUTO:
+            multiples = {key: EVEN for key, least in EVEN_FROM.items() if width >= least}
         else:
             multiples = FAST if isinstance(self.round_to, str) else self.round_to
         return multiples.get(ROUNDING_KEYS[kind], 1)
@@ -391,7 +396,7 @@ def _check_rounding(value: object) -> None:
         raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
     for multiple in value.values() if isinstance(value, Mapping) else [value]:
         if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'fast', 'gguf')")
+            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'auto', 'fast', 'gguf')")
 
 
 def _globs(value: object) -> tuple[str, ...]:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
-from corp.adapters import hub
-from corp.adapters.near_names import near
+from corp.adapters import hub, timm_names
 from corp.errors import DataError, ModelError
 
 
@@ -46,9 +45,7 @@ def create(
 def require_known(name: str) -> None:
     """Refuse a name that timm does not know, and suggest those that are near."""
     if not timm.is_model(name.partition(".")[0]):
-        names = near(name.partition(".")[0], timm.list_models())
-        hint = f"did you mean {', '.join(names)}?" if names else "timm.list_models() lists all"
-        raise ModelError(f"timm has no model called {name!r}, and there is no folder of that name; {hint}")
+        raise timm_names.unknown(name, timm.list_models())
 
 
 def _require_weights(name: str) -> None:

@@ -127,6 +127,8 @@ def require_output(out: Path, *, overwrite: bool) -> None:
     """Refuse an output that exists, and one on a disk that is full, before the long work."""
     refuse_existing(out, overwrite=overwrite)
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise DataError(f"{out} cannot be written: {there} is a file, not a folder; name another place with -o")
     if (free := shutil.disk_usage(there).free) < 1 << 20:
         raise DataError(
             f"the disk of {out} is full ({free} bytes are free): free some space, or write elsewhere with -o"
