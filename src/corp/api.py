@@ -41,22 +41,25 @@ from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
 from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed
 from corp.measure.footprint import resident_bytes
+from corp.numerics.place import Place
 from corp.observer import SILENT, Bars, Clock, Observer, timed
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
-from corp.planning.planners import pairs_of_all, plan_site
+from corp.planning.planners import cost_of, fold_site, pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
 from corp.planning.widths import require_prunable, rounded_away
 from corp.recipe import AUTO, GAIN, Recipe
 from corp.refit.merged import find_merging, repair_merged
-from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, samples_wanted, why_not
-from corp.refit.replay import Block
+from corp.refit.recording import Recorder, record_batches, samples_wanted
+from corp.refit.repair import Repair, find_blocks, require_whole, why_not
+from corp.refit.replay import Block, Passage
 from corp.refit.tokens import JUDGED_AT, WIDTHS, Joint, fast_schedule, given_merging, start_schedule, widths_at
 from corp.refit.tokens import samples_needed as samples_for_tokens
-from corp.sites import AttentionSite, OutputHead, Site, Sites, at_site, fingerprint, projection_at
-from corp.surgery.apply import history, narrowed_copy, set_history
+from corp.sites import AttentionSite, OutputHead, Site, Sites, at_site, fingerprint, projection_at, site_devices
+from corp.surgery.apply import history, match, narrowed_copy, set_history
+from corp.surgery.dispatch import require_present
 from corp.surgery.experts import pack
 from corp.surgery.merged import merge_tokens
 from corp.surgery.opened import opened
@@ -97,6 +100,7 @@ class _Dense(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, recipe: Recipe | None = None, run: _Run | None = None) -> _Dense:
         """What is found in the model, tried out on the first batch of a run if there is one."""
+        require_present(model)
         apart = opened(model)
         if apart is not model:
             set_history(apart, history(model))
@@ -109,6 +113,15 @@ class _Dense(NamedTuple):
         """Without sites that the calibration data did not reach."""
         missing = [s for s in self.sites if not {s.name, getattr(s, "plain_name", s.name)} & set(stats.sums)]
         return self._replace(sites=self.sites.refusing(missing, "nothing of the calibration data reached it"))
+
+    def placed(self, stats: Statistics, device: torch.device | str | None, observer: Observer) -> Statistics:
+        """The statistics where the work on each site is to happen: on `device`, or where the site's weights are."""
+        homes = site_devices(self.model, self.sites)
+        places = {name: Place.on(home if device is None else torch.device(device)) for name, home in homes.items()}
+        wanted = {str(home) for home in homes.values()} if device is None else {str(device)}
+        if wanted != {"cpu"}:
+            observer.note(f"fits run on {', '.join(sorted({str(place) for place in places.values()}))}")
+        return stats.at(places)
 
     def require(self, claims: Mapping[str, str]) -> None:
         for what, weights in claims.items():
@@ -126,6 +139,7 @@ class _Run(NamedTuple):
     settings: Settings | None
     origin: dict[str, Any] | None
     observer: Observer
+    device: torch.device | str | None = None  # of the fits
 
     def first(self) -> Any:
         """The first batch; None if reading it would take it away from the others."""
@@ -158,25 +172,39 @@ def calibrate(
     return _calibrate(_Dense.of(model, None, run), run, out=out)
 
 
-def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
-    """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
+def plan(
+    model: nn.Module,
+    stats: Statistics,
+    recipe: Recipe,
+    *,
+    device: torch.device | str | None = None,
+    observer: Observer | None = None,
+) -> Plan:
+    """Decide what every site keeps and predict what that costs. Touches neither data nor the model.
+
+    The fits run on `device`, by default where each site's weights are: in float64 if the device has it at speed, else
+    in float32 with refinement, and on the CPU if it cannot solve.
+    """
     dense = _Dense.of(model).covered(stats)
     require_prunable(dense.sites, recipe)
     dense.require({"statistics": stats.weights})
     _refuse_refit(recipe)
-    stats = supplied(stats, dense.sites)
+    stats = dense.placed(supplied(stats, dense.sites), device, observer or SILENT)
     found = Allocator(dense.model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
     made = _plan(dense, stats, recipe, found, observer or SILENT)
     _warn_of_notes(made)
     return made
 
 
-def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
-    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
+def apply(model: nn.Module, stats: Statistics, plan: Plan, *, device: torch.device | str | None = None) -> Result:
+    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was.
+
+    Folds that the plan does not hold are computed on `device`, as in `plan`.
+    """
     dense = _Dense.of(model)
     dense.require({"statistics": stats.weights, "plan": plan.weights})
     _refuse_refit(plan.recipe)
-    return _packed(_apply(dense, supplied(stats, dense.sites), plan))
+    return _packed(_apply(dense, dense.placed(supplied(stats, dense.sites), device, SILENT), plan))
 
 
 def repair(
@@ -186,19 +214,22 @@ def repair(
     recipe: Recipe | None = None,
     *,
     forward: Forward | None = None,
+    device: torch.device | str | None = None,
     observer: Observer | None = None,
 ) -> Result:
     """Refit the layers of a pruned model in order, so that later ones repair the errors of earlier ones.
 
     `model` is the dense one. Widths stay as they are; layers that were not pruned are refitted too, unless the
-    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs.
+    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs. The model runs
+    where it is; its systems are solved on `device`, as in `plan`.
     """
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
     dense = _Dense.of(model)
     dense.require({"plan": result.plan.weights})
     blocks = find_blocks(dense.model, dense.sites, recipe, batches, forward)
     result = replace(result, model=opened(result.model))
-    return _packed(_repair(dense, result, batches, recipe, blocks, forward, observer or SILENT))
+    run = _Run(batches, forward, None, None, observer or SILENT, device)
+    return _packed(_repair(dense, result, run, recipe, blocks))
 
 
 def prune(
@@ -210,13 +241,15 @@ def prune(
     forward: Forward | None = None,
     settings: Settings | None = None,
     origin: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
     progress: bool = False,
     observer: Observer | None = None,
 ) -> Result:
     """Calibrate, choose widths, plan, apply and refit: a smaller model that computes almost the same function.
 
     `batches`, `forward`, `settings` and `origin` are those of `calibrate`. With `stats` of an earlier calibration on
-    the same data, `batches` only serve trials and the refit, and may be None. `progress` shows bars in a terminal or
+    the same data, `batches` only serve trials and the refit, and may be None. The fits run on `device`, as in `plan`;
+    the model runs where it is. `progress` shows bars in a terminal or
     a notebook; an `observer` is told of every stage instead.
 
     Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
@@ -234,7 +267,7 @@ def prune(
     watch = Clock(observer or (Bars() if progress else SILENT))
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
-    run = _Run(batches, forward, settings, origin, watch)
+    run = _Run(batches, forward, settings, origin, watch, device)
     dense = _Dense.of(model, recipe, run)
     way = _prune if recipe.tokens is None else _prune_merged
     pruned = _packed(way(dense, run, recipe, stats))
@@ -272,19 +305,22 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
         watch.estimate(lambda: _estimate(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
+        passages: list[Passage] = []
         if stats is None:
-            stats = _calibrate(dense, run, held=held)
+            recorder = _recorder(dense, run, recipe, blocks)
+            stats = _calibrate(dense, run, held=held, recorder=recorder)
+            passages = recorder.passages if recorder else []
         else:
             dense.require({"statistics": stats.weights})
             if held is not None and batches is not None:
                 held.collect(batches)
-        stats = supplied(watch.calibrated(stats), dense.sites)
+        stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
         counted = _countable(model, stats.inputs, run)
         chosen, found = _choose_widths(dense, stats, recipe, held, counted, run)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
         result = _apply(dense, stats, planned, counted, watch)
-        return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
+        return _repair(dense, result, run, chosen, blocks, passages) if blocks else result
 
 
 def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -476,8 +512,22 @@ def _outcome(watch: Clock, model: nn.Module) -> dict[str, Any] | None:
     return {"stages": stages, "memory": {"estimated": watch.estimated.memory, "peak": peak}}
 
 
+def _recorder(dense: _Dense, run: _Run, recipe: Recipe, blocks: list[Block]) -> Recorder | None:
+    """What records the refit's batches while calibration runs them; None if it cannot: they are run again then."""
+    available = count_samples(() if run.batches is None else run.batches)
+    elsewhere = run.settings is not None and run.settings.offload is not None
+    if not blocks or not available or elsewhere or workers.current().world > 1:
+        return None
+    return Recorder(dense.model, dense.sites, blocks, recipe, available)
+
+
 def _calibrate(
-    dense: _Dense, run: _Run, *, out: str | Path | None = None, held: HeldBatches | None = None
+    dense: _Dense,
+    run: _Run,
+    *,
+    out: str | Path | None = None,
+    held: HeldBatches | None = None,
+    recorder: Recorder | None = None,
 ) -> Statistics:
     output = dense.sites.output
     watched: list[Site | OutputHead] = [*dense.sites, *([output] if output else [])]
@@ -492,6 +542,7 @@ def _calibrate(
         run.observer,
         held,
         workers.current(),
+        recorder,
     )
     with evaluating(dense.model):
         return job.run(None if out is None else Path(out))
@@ -508,19 +559,24 @@ def _choose_widths(
     """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
     tried = held.batches if held else []
     used = stats.fitted() if tried else stats
-    return search(Allocator(dense.model, dense.sites, used, recipe, run.observer, sample), tried, run.forward)
+    allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample)
+    found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, tried, run.forward))[0]
+    return found
 
 
 def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
     narrower = [site for site in dense.sites if found.widths[site.name] < site.width]
-    planned: list[SitePlan] = []
     pairs = pairs_of_all(narrower, found.widths, stats, recipe)
     with timed("plan"), observer.stage("planning", len(narrower), "sites") as advance:
-        for site in narrower:
+
+        def work(site: Site) -> SitePlan:
             with at_site(site):
                 known = found.paths.get(site.name), pairs.get(site.name)
-                planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known))
+                made = plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known)
             advance(1)
+            return made
+
+        planned = workers.current().map(work, narrower, lambda site: cost_of(site, stats.samples))
     warn_if_weak(planned, stats)
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
@@ -541,7 +597,7 @@ def _apply(
     dense: _Dense, stats: Statistics, plan: Plan, sample: Sample | None = None, observer: Observer = SILENT
 ) -> Result:
     with observer.stage("checking", len(plan.sites), "sites") as advance:
-        smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
+        smaller = narrowed_copy(dense.model, dense.sites, _with_folds(dense, stats, plan), stats)
         require_agreement(verify(dense.model, smaller, dense.sites, stats, plan, advance))
     set_history(smaller, (*history(dense.model), plan))
     if sample is None and stats.inputs is not None:
@@ -549,20 +605,37 @@ def _apply(
     return Result(smaller, plan, Report(plan, **_before_after(dense.model, smaller, sample)), stats.origin)
 
 
+def _with_folds(dense: _Dense, stats: Statistics, plan: Plan) -> Plan:
+    """The plan with the folds that a file does not hold, computed by all workers."""
+    match(dense.sites, plan)  # a plan for another model is refused first
+
+    def work(site_plan: SitePlan) -> SitePlan:
+        site = dense.sites[site_plan.name]
+        with at_site(site), timed("compensate"):
+            return replace(site_plan, fold=fold_site(dense.model, site, site_plan, stats, plan.recipe))
+
+    bare = [site_plan for site_plan in plan.sites if site_plan.fold is None]
+    made = workers.current().map(work, bare, lambda one: cost_of(dense.sites[one.name], stats.samples))
+    folded = {site_plan.name: site_plan for site_plan in made}
+    return replace(plan, sites=tuple(folded.get(one.name, one) for one in plan.sites))
+
+
 def _repair(
     dense: _Dense,
     result: Result,
-    batches: Iterable[Any],
+    run: _Run,
     recipe: Recipe,
     blocks: list[Block],
-    forward: Forward | None,
-    observer: Observer,
+    passages: list[Passage] | None = None,
 ) -> Result:
-    wanted = min(samples_wanted(recipe, blocks), result.plan.samples)
-    with observer.stage("recording for the refit", wanted, "samples") as advance:
-        data = dense.model, dense.sites, batches, blocks
-        passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
-    work = Repair(dense.model, copy.deepcopy(result.model), recipe)
+    batches, forward, observer = run.batches or (), run.forward, run.observer
+    if not passages:
+        wanted = min(samples_wanted(recipe, blocks), result.plan.samples)
+        with observer.stage("recording for the refit", wanted, "samples") as advance:
+            data = dense.model, dense.sites, batches, blocks
+            passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
+    place = None if run.device is None else Place.on(torch.device(run.device))
+    work = Repair(dense.model, copy.deepcopy(result.model), recipe, place)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)
     require_whole(work.smaller, blocks[-1], end, lambda: feed(work.smaller, _first_batch(batches), forward))

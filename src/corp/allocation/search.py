@@ -116,9 +116,13 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
     found = first.allocate(rule)
     known: dict[tuple[str, float], float] = {}
+    stronger = Allocator(
+        first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given
+    )
     for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
-        paths = found.paths if ridge == asked.ridge else {}
-        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found._replace(paths=paths))
+        if found.paths and (rank, ridge) == (asked.rank, stronger.recipe.ridge):
+            found = found._replace(paths={name: curve.path for name, curve in stronger.curves.items() if curve.path})
+        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found)
         known[rank, ridge] = tried.divergence().value
         first.observer.note(f"rank {rank}, ridge {ridge:g}: divergence {known[rank, ridge]:.3f}")
     rank, ridge = min(known, key=lambda key: known[key])
@@ -129,8 +133,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
         f"held-out batches than rank={asked.rank!r} with ridge={asked.ridge:g}, and was used; calibrate on more data"
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
-    same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
-    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer, first.given)
+    allocator = first if ridge == asked.ridge else stronger  # error curves depend on the ridge, not on the ranking
     return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
@@ -153,9 +156,10 @@ class Trials:
 def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
     """A model of these widths that shares all tensors it can with the allocator's: for trials."""
     model, sites, stats = allocator.model, allocator.sites, allocator.stats
-    pairs, paths = pairs_of_all(sites, found.widths, stats, recipe), found.paths
+    paths, nested = found.paths, allocator.nested
+    pairs = pairs_of_all(sites, found.widths, stats, recipe)
     plans = tuple(
-        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), pairs.get(site.name))
+        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), nested.get(site.name), pairs.get(site.name))
         for site in sites
         if (keep := found.widths[site.name]) < site.width
     )

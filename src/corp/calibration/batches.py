@@ -105,6 +105,16 @@ def size_of(batch: Any) -> int:
     return 1 if first is None else len(first)
 
 
+def first_samples(batch: Any, count: int) -> Any:
+    """The first `count` samples of a batch; all of one whose tensors are not of one length."""
+    batch = inputs_of(batch)
+    parts = batch if isinstance(batch, Mapping) else {"": batch}
+    if any(not isinstance(part, Tensor) or part.dim() == 0 or len(part) != size_of(batch) for part in parts.values()):
+        return batch
+    some = {key: part[:count] for key, part in parts.items()}
+    return some if isinstance(batch, Mapping) else some[""]
+
+
 def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
     """(index, index of its first sample, batch) of the wanted batches.
 

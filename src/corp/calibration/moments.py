@@ -112,9 +112,8 @@ class Moments:
 
     def cov(self) -> Tensor:
         """E[(x - mu)(x - mu)^T] (D, D)."""
-        upper = self.outer.triu()
         delta = self.total / self._count()
-        return (upper + upper.triu(1).mT) / self.n - torch.outer(delta, delta)
+        return mirrored((self.outer / self.n).addr_(delta, delta, alpha=-1))
 
     @property
     def variance(self) -> Tensor:
@@ -230,6 +229,16 @@ def add_products(into: list[Tensor], y: Tensor) -> None:
         return
     for start, block in zip(starts, into, strict=True):
         block.addmm_(y[:, start : start + BLOCK].mT, y[:, start:])
+
+
+def mirrored(upper: Tensor) -> Tensor:
+    """The symmetric matrix whose upper triangle is known in row blocks, in place."""
+    for start in range(0, len(upper), BLOCK):
+        stop = min(start + BLOCK, len(upper))
+        own = upper[start:stop, start:stop].triu()
+        upper[start:stop, start:stop] = own + own.triu(1).mT
+        upper[stop:, start:stop] = upper[start:stop, stop:].mT
+    return upper
 
 
 def sum_device(x: Tensor) -> torch.device:

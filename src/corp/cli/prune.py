@@ -73,9 +73,13 @@ def prune(
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
-    """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
+    """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save.
+
+    Several processes share the work under torchrun: torchrun --nproc-per-node 4 -m corp prune ...
+    """
     a.require_model(source.model)
     from corp import api
+    from corp.calibration import workers
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
@@ -118,9 +122,12 @@ def prune(
     with suppress(CorpError):  # what cannot be pruned at all is refused below, with its reasons
         note(told(Exports(dense), recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
-    result = api.prune(
-        dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
-    )
+    with workers.launched() as group:
+        result = api.prune(
+            dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
+        )
+    if group.rank > 0:  # every process has the result; one saves it
+        return
     inputs.tell_skipped(batches)
     shift = watch.measured(result.plan)
     result = replace(result, model=as_stored(result.model, dense))

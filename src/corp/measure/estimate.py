@@ -27,14 +27,14 @@ from corp.tables import Tabular
 
 FIT, SKETCH, ELIMINATE, VALUES = 4.0, 1.8, 3.0, 12.0  # D^3, float64: plan a layer, plan it for a trial, choose inputs
 TOUCH = 2000.0  # D^2: what a fit reads and writes, in products that the same time would do
-HEADS = {SUBSPACE: (210.0, 16.0)}  # N d^3 of a head: to plan it, and for a trial
-COORDINATES = (90.0, 40.0)
+HEADS = {SUBSPACE: (80.0, 1.5)}  # N d^3 of a head: to plan it, and for a trial
+COORDINATES = (35.0, 15.0)
 ROTATED = 60.0  # d^3 of a head
 SUMS = 1.3  # of float32 products: the sums of calibration and refit
 CHECK = 1.0  # D^3: the self-check of a layer
-STREAMS = 6  # hidden states that the refit holds of every sample
-REPLAYS = 4.0  # times that the refit runs a block
-SOLVES = 12.0  # D^3: a layer's refit
+STREAMS = 8  # hidden states that the refit holds of every sample, the input of a block's last layer among them
+REPLAYS = 2.4  # times that the refit runs a block
+SOLVES = 7.0  # D^3: a layer's refit
 SITE = 0.004  # seconds that anything takes
 TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
 COSTLY = 30.0  # seconds from which on a stage that outweighs the pass over the data is worth a word
@@ -138,7 +138,8 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
     if load.refitted:
         wide = max((projection_at(model, site.down).weight.shape[0] for site in linear), default=0)
         held = sums + 2 * weights + STREAMS * 4 * load.refitted * max(load.tokens.values()) * wide
-        found.append(Stage("recording for the refit", load.refitted * machine.forward, held))
+        if not load.calibrates:  # else it is done on the way
+            found.append(Stage("recording for the refit", load.refitted * machine.forward, held))
         seconds = load.refitted * REPLAYS * machine.forward + sum(refit_seconds(s, load, machine) for s in linear)
         found.append(Stage("refitting", seconds, held, "sequential=False goes without"))
     return tuple(found)
