@@ -27,6 +27,7 @@ from corp.storage.export.profiles import (
     refuse_biases,
 )
 from corp.storage.export.served import GGUF, VLLM
+from corp.surgery.opened import opened
 
 TRANSFORMERS = "transformers"
 PROGRAMS = {TRANSFORMERS: "hf", VLLM: VLLM, GGUF: GGUF, ONNX: ONNX}  # what a recipe can be made for -> its target
@@ -54,6 +55,7 @@ def targets_for(model: nn.Module, plan: Plan) -> dict[str, str | None]:
 
 def targets_under(model: nn.Module, recipe: Recipe) -> dict[str, str | None]:
     """The same for what the recipe may lead to, before there is a plan."""
+    apart = opened(model)
     sites, narrower = find_sites(model), _narrower(model, recipe)
     widths = {site.name: narrower.get(site.name, site.width) for site in sites.mlp}
     if recipe.has_target and recipe.allocate != UNIFORM:  # they may all differ; that two do is enough
@@ -63,7 +65,7 @@ def targets_under(model: nn.Module, recipe: Recipe) -> dict[str, str | None]:
         for site in sites
         if site.name in narrower
         and not isinstance(site, AttentionSite)
-        and uses_intercept(recipe, projection_at(model, site.down).bias is not None)
+        and uses_intercept(recipe, projection_at(apart, site.down).bias is not None)
     )
     return _targets(model, _Outcome(widths, intercepts, recipe.tokens is not None, _may_factor(sites, recipe)))
 
