@@ -1,11 +1,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Archives carry the time of the last commit, not that of the build.
+SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+export SOURCE_DATE_EPOCH
 # Real weights and images, if they are there; tests that need them skip with a reason where they are not.
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check docs test-real test-lowest test-latest test-seeds test-random build bench soak clean
+.PHONY: demo test check docs test-real test-lowest test-latest test-seeds test-random build check-dist reproducible sbom bench soak mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -58,8 +61,32 @@ build: $(VENV)/.installed
 	for file in py.typed data/digits_vit.safetensors report/page.html; do \
 	  $(BIN)/python -m zipfile --list dist/*.whl | grep --quiet "corp/$$file" || { echo "the wheel lacks $$file"; exit 1; }; done
 
+# The wheel and then the sdist, installed into an empty environment, must pass the demo there.
+check-dist: build
+	rm -rf build/empty
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/pip install --quiet --constraint constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd build/empty && bin/corp demo --overwrite
+	build/empty/bin/pip install --quiet --no-deps --force-reinstall dist/*.tar.gz
+	cd build/empty && bin/corp demo --overwrite
+	build/empty/bin/pip install --quiet twine
+	build/empty/bin/twine check --strict dist/*
+
+# The same source gives the same bytes: built twice and compared.
+reproducible: build
+	mkdir -p build/first && mv dist/* build/first/
+	$(BIN)/python -m build
+	for file in build/first/*; do cmp "$$file" "dist/$$(basename $$file)" || exit 1; done
+	rm -r build/first
+
+sbom: $(VENV)/.installed
+	$(BIN)/python -m scripts.sbom dist/sbom.cdx.json
+
 soak: $(VENV)/.installed
 	$(BIN)/python -m scripts.soak --out soak.json
+
+mutants: $(VENV)/.installed
+	$(BIN)/python -m scripts.mutants --out mutants.json
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.params

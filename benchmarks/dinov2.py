@@ -1,10 +1,11 @@
 """A DINOv2-S under heads that are never touched: the paper's third experiment, on real weights and real labels.
 
 A linear head is fitted on CamVid's training part with the dense backbone (336 x 448 pixels, last block and last four),
-then backbones are pruned: the paper's recipe at 10-70 %, with and without compensation, and budgets with ours,
-calibrated once on CamVid's training images and once on everyday photographs. mIoU on CamVid's test part; the saliency
-head's maps against the dense model's own on 200 photographs; similarity of features and nearest-neighbour classes on
-`calibration/` (200 synsets, five images each, leave one out). Finished rows stay in results/dinov2.json.
+then backbones are pruned: the paper's recipe at 10-70 %, with and without compensation, and budgets with ours, widths
+alone and with merged tokens (unmerged for the heads), calibrated once on CamVid's training images and once on everyday
+photographs. mIoU on CamVid's test part; the saliency head's maps against the dense model's own on 200 photographs;
+similarity of features and nearest-neighbour classes on `calibration/` (200 synsets, five images
+each, leave one out). Finished rows stay in results/dinov2.json.
 
     CORP_ASSETS=... python -m benchmarks.dinov2 [--rows paper-50 budget-0.617] [--calibrate camvid photos] [--limit 24]
 """
@@ -47,9 +48,14 @@ BUDGETS = (0.75, 0.617, 0.5)
 ROWS: dict[str, dict[str, Any]] = {
     **{f"paper-{s}": {"mlp": s / 100, "attn": s / 100} for s in range(10, 80, 10)},
     **{f"bare-{s}": {"mlp": s / 100, "attn": s / 100, "compensate": "none"} for s in range(10, 80, 10)},
-    **{f"budget-{share}": {"preset": "best", "target_macs": share} for share in BUDGETS},
-    **{f"budget-{share}-once": {"preset": "best", "target_macs": share, "sequential": False} for share in BUDGETS},
+    **{f"budget-{share}": {"target_macs": share} for share in BUDGETS},
+    **{f"tokens-{share}": {"target_macs": share, "tokens": "auto"} for share in BUDGETS},
 }
+TABLE = [
+    *(f"paper-{s}" for s in range(10, 80, 20)),
+    *("bare-50", "paper-50"),
+    *(f"{kind}-{share}" for kind in ("tokens", "budget") for share in BUDGETS),
+]
 
 
 @dataclass(frozen=True)
@@ -100,12 +106,16 @@ def reads_all(model: nn.Module, batch: Any) -> Tensor:
     return patch_map(model, batch, max(BLOCKS))
 
 
+def recipe_of(row: str) -> Recipe:
+    """The paper's recipe with shares, ours under a budget."""
+    options = ROWS[row]
+    return Recipe(**options) if "target_macs" in options else Recipe.paper(**options)
+
+
 def pruned(setup: Setup, recipe: Recipe, stats: corp.Statistics, batches: Sequence[Tensor]) -> corp.Result:
-    """The pruned backbone. Statistics are of the plain model, so that its inputs are known to a budget."""
-    result = corp.apply(setup.backbone, stats, corp.plan(setup.backbone, stats, recipe.at_once()))
-    if not recipe.sequential:
-        return result
-    return corp.repair(setup.backbone, result, batches, recipe, forward=reads_all)
+    """The pruned backbone, under a forward pass that reads what the heads read."""
+    known = None if recipe.tokens else stats
+    return corp.prune(setup.backbone, batches, recipe, stats=known, forward=reads_all)
 
 
 def scores(setup: Setup, model: nn.Module) -> dict[str, Any]:
@@ -161,11 +171,11 @@ def run(setup: Setup, rows: Sequence[str], data: Sequence[str], done: dict[str, 
     stats = {name: corp.calibrate(setup.backbone, some) for name, some in batches.items()}
     for name, row in wanted:
         start = time.perf_counter()
-        result = pruned(setup, Recipe(**ROWS[row]), stats[name], batches[name])
+        result = pruned(setup, recipe_of(row), stats[name], batches[name])
         seconds = time.perf_counter() - start
         before, after = result.report.macs or (1, 1)
         found = {"seconds": seconds, "macs": after / before, "params": count_params(result.model)}
-        if name == "photos" and "camvid" in stats:
+        if name == "photos" and "camvid" in stats and result.plan.merging is None:
             found["shift"] = predicted_shift(setup, result.plan, stats)
         yield f"{name}/{row}", {**found, **scores(setup, result.model)}
 
@@ -201,7 +211,7 @@ def page(done: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows", nargs="+", default=TABLE, choices=list(ROWS))
     parser.add_argument("--calibrate", nargs="+", default=["camvid", "photos"], choices=["camvid", "photos"])
     parser.add_argument("--limit", type=int, help="at most about this many images of every kind, for a trial")
     parser.add_argument("--out", type=Path, default=RESULTS / "dinov2.json")

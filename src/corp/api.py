@@ -18,7 +18,7 @@ from corp.adapters.registry import find_sites
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import Sample, one_sample
 from corp.allocation.latency import compare_times
-from corp.allocation.search import samples_needed, search
+from corp.allocation.search import samples_needed, search, usual_trials
 from corp.allocation.tokens import Operations, count_operations, first_sample, merged_copy
 from corp.calibration import workers
 from corp.calibration.batches import (
@@ -32,29 +32,34 @@ from corp.calibration.batches import (
     without_cache,
 )
 from corp.calibration.experts import starved, supplied
-from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.calibration.holdout import HeldBatches, HoldOut, batch_count
 from corp.calibration.job import Job, Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning, DataError, ModelError, PlanError, StatisticsError
 from corp.measure.closeness import Reference
 from corp.measure.comparison import Comparison, compare
 from corp.measure.cost import count_macs, count_params
-from corp.observer import SILENT, Bars, Observer, timed
+from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed
+from corp.measure.footprint import resident_bytes
+from corp.numerics.place import Place
+from corp.observer import SILENT, Bars, Clock, Observer, timed
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
-from corp.planning.planners import pairs_of_all, plan_site
+from corp.planning.planners import cost_of, fold_site, pairs_of_all, plan_site
 from corp.planning.report import TOTALS, Report
-from corp.planning.widths import require_prunable
-from corp.recipe import AUTO, Recipe
+from corp.planning.widths import require_prunable, rounded_away
+from corp.recipe import AUTO, GAIN, Recipe
 from corp.refit.merged import find_merging, repair_merged
-from corp.refit.repair import Repair, find_blocks, record_batches, require_whole, why_not
-from corp.refit.replay import Block
+from corp.refit.recording import Recorder, record_batches, samples_wanted
+from corp.refit.repair import Repair, find_blocks, require_whole, why_not
+from corp.refit.replay import Block, Passage
 from corp.refit.tokens import JUDGED_AT, WIDTHS, Joint, fast_schedule, given_merging, start_schedule, widths_at
 from corp.refit.tokens import samples_needed as samples_for_tokens
-from corp.sites import OutputHead, Site, Sites, at_site, fingerprint, projection_at
-from corp.surgery.apply import history, narrowed_copy, set_history
+from corp.sites import AttentionSite, OutputHead, Site, Sites, at_site, fingerprint, projection_at, site_devices
+from corp.surgery.apply import history, match, narrowed_copy, set_history
+from corp.surgery.dispatch import require_present
 from corp.surgery.experts import pack
 from corp.surgery.merged import merge_tokens
 from corp.surgery.opened import opened
@@ -95,6 +100,7 @@ class _Dense(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, recipe: Recipe | None = None, run: _Run | None = None) -> _Dense:
         """What is found in the model, tried out on the first batch of a run if there is one."""
+        require_present(model)
         apart = opened(model)
         if apart is not model:
             set_history(apart, history(model))
@@ -107,6 +113,15 @@ class _Dense(NamedTuple):
         """Without sites that the calibration data did not reach."""
         missing = [s for s in self.sites if not {s.name, getattr(s, "plain_name", s.name)} & set(stats.sums)]
         return self._replace(sites=self.sites.refusing(missing, "nothing of the calibration data reached it"))
+
+    def placed(self, stats: Statistics, device: torch.device | str | None, observer: Observer) -> Statistics:
+        """The statistics where the work on each site is to happen: on `device`, or where the site's weights are."""
+        homes = site_devices(self.model, self.sites)
+        places = {name: Place.on(home if device is None else torch.device(device)) for name, home in homes.items()}
+        wanted = {str(home) for home in homes.values()} if device is None else {str(device)}
+        if wanted != {"cpu"}:
+            observer.note(f"fits run on {', '.join(sorted({str(place) for place in places.values()}))}")
+        return stats.at(places)
 
     def require(self, claims: Mapping[str, str]) -> None:
         for what, weights in claims.items():
@@ -124,6 +139,7 @@ class _Run(NamedTuple):
     settings: Settings | None
     origin: dict[str, Any] | None
     observer: Observer
+    device: torch.device | str | None = None  # of the fits
 
     def first(self) -> Any:
         """The first batch; None if reading it would take it away from the others."""
@@ -156,25 +172,39 @@ def calibrate(
     return _calibrate(_Dense.of(model, None, run), run, out=out)
 
 
-def plan(model: nn.Module, stats: Statistics, recipe: Recipe, *, observer: Observer | None = None) -> Plan:
-    """Decide what every site keeps and predict what that costs. Touches neither data nor the model."""
+def plan(
+    model: nn.Module,
+    stats: Statistics,
+    recipe: Recipe,
+    *,
+    device: torch.device | str | None = None,
+    observer: Observer | None = None,
+) -> Plan:
+    """Decide what every site keeps and predict what that costs. Touches neither data nor the model.
+
+    The fits run on `device`, by default where each site's weights are: in float64 if the device has it at speed, else
+    in float32 with refinement, and on the CPU if it cannot solve.
+    """
     dense = _Dense.of(model).covered(stats)
     require_prunable(dense.sites, recipe)
     dense.require({"statistics": stats.weights})
     _refuse_refit(recipe)
-    stats = supplied(stats, dense.sites)
+    stats = dense.placed(supplied(stats, dense.sites), device, observer or SILENT)
     found = Allocator(dense.model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
     made = _plan(dense, stats, recipe, found, observer or SILENT)
     _warn_of_notes(made)
     return made
 
 
-def apply(model: nn.Module, stats: Statistics, plan: Plan) -> Result:
-    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was."""
+def apply(model: nn.Module, stats: Statistics, plan: Plan, *, device: torch.device | str | None = None) -> Result:
+    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was.
+
+    Folds that the plan does not hold are computed on `device`, as in `plan`.
+    """
     dense = _Dense.of(model)
     dense.require({"statistics": stats.weights, "plan": plan.weights})
     _refuse_refit(plan.recipe)
-    return _packed(_apply(dense, supplied(stats, dense.sites), plan))
+    return _packed(_apply(dense, dense.placed(supplied(stats, dense.sites), device, SILENT), plan))
 
 
 def repair(
@@ -184,19 +214,22 @@ def repair(
     recipe: Recipe | None = None,
     *,
     forward: Forward | None = None,
+    device: torch.device | str | None = None,
     observer: Observer | None = None,
 ) -> Result:
     """Refit the layers of a pruned model in order, so that later ones repair the errors of earlier ones.
 
     `model` is the dense one. Widths stay as they are; layers that were not pruned are refitted too, unless the
-    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs.
+    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs. The model runs
+    where it is; its systems are solved on `device`, as in `plan`.
     """
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
     dense = _Dense.of(model)
     dense.require({"plan": result.plan.weights})
     blocks = find_blocks(dense.model, dense.sites, recipe, batches, forward)
     result = replace(result, model=opened(result.model))
-    return _packed(_repair(dense, result, batches, recipe, blocks, forward, observer or SILENT))
+    run = _Run(batches, forward, None, None, observer or SILENT, device)
+    return _packed(_repair(dense, result, run, recipe, blocks))
 
 
 def prune(
@@ -208,13 +241,15 @@ def prune(
     forward: Forward | None = None,
     settings: Settings | None = None,
     origin: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
     progress: bool = False,
     observer: Observer | None = None,
 ) -> Result:
     """Calibrate, choose widths, plan, apply and refit: a smaller model that computes almost the same function.
 
     `batches`, `forward`, `settings` and `origin` are those of `calibrate`. With `stats` of an earlier calibration on
-    the same data, `batches` only serve trials and the refit, and may be None. `progress` shows bars in a terminal or
+    the same data, `batches` only serve trials and the refit, and may be None. The fits run on `device`, as in `plan`;
+    the model runs where it is. `progress` shows bars in a terminal or
     a notebook; an `observer` is told of every stage instead.
 
     Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
@@ -229,13 +264,34 @@ def prune(
     >>> result.compare(model, data.test_images.split(128)).agreement.value > 0.95
     True
     """
-    watch = observer or (Bars() if progress else SILENT)
+    watch = Clock(observer or (Bars() if progress else SILENT))
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
-    run = _Run(batches, forward, settings, origin, watch)
+    run = _Run(batches, forward, settings, origin, watch, device)
     dense = _Dense.of(model, recipe, run)
     way = _prune if recipe.tokens is None else _prune_merged
-    return _packed(way(dense, run, recipe, stats))
+    pruned = _packed(way(dense, run, recipe, stats))
+    result = replace(pruned, report=replace(pruned.report, run=_outcome(watch, model)))
+    watch.finished(result.report.gained())
+    return result
+
+
+def estimate(
+    model: nn.Module,
+    batches: Iterable[Any] | None,
+    recipe: Recipe,
+    *,
+    stats: Statistics | None = None,
+    forward: Forward | None = None,
+    settings: Settings | None = None,
+    origin: dict[str, Any] | None = None,
+) -> Estimate:
+    """What `prune` with these arguments would do, and about how long and with how much memory, stage by stage."""
+    run = _Run(batches, forward, settings, origin, SILENT)
+    dense = _Dense.of(model, recipe, run)
+    model = dense.model
+    with without_cache(model):
+        return _estimate(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
 
 def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -246,20 +302,25 @@ def _prune(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
+        watch.estimate(lambda: _estimate(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
+        passages: list[Passage] = []
         if stats is None:
-            stats = _calibrate(dense, run, held=held)
+            recorder = _recorder(dense, run, recipe, blocks)
+            stats = _calibrate(dense, run, held=held, recorder=recorder)
+            passages = recorder.passages if recorder else []
         else:
             dense.require({"statistics": stats.weights})
-            _collect(held, batches)
-        stats = supplied(watch.calibrated(stats), dense.sites)
+            if held is not None and batches is not None:
+                held.collect(batches)
+        stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
         counted = _countable(model, stats.inputs, run)
         chosen, found = _choose_widths(dense, stats, recipe, held, counted, run)
         planned = _plan(dense, stats, chosen, found, watch).noting(*notes)
         _warn_of_notes(planned)
-        result = _apply(dense, stats, planned, counted)
-        return _repair(dense, result, batches or (), chosen, blocks, forward, watch) if blocks else result
+        result = _apply(dense, stats, planned, counted, watch)
+        return _repair(dense, result, run, chosen, blocks, passages) if blocks else result
 
 
 def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -268,8 +329,9 @@ def _prune_merged(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | 
     if batches is None or stats is not None or isinstance(batches, Iterator):
         raise DataError("tokens are merged before calibration: give batches as a list or a loader, and no statistics")
     blocks, reason = why_not(dense.model, dense.sites, recipe, batches, forward)
+    run.observer.estimate(lambda: _estimate(dense, run, recipe, None, blocks))
     held = HeldBatches(HoldOut.of(batches), samples_for_tokens(recipe))
-    _collect(held, batches)
+    held.collect(batches)
     first = held.batches[0] if held.batches else _first_batch(batches)
     free = find_merging(dense.model, dense.sites, first, forward)
     known = _Tokens(
@@ -401,8 +463,71 @@ def _sample(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
     return Sample(first_sample(batch if forward is not None else move(batch, *placement(model))), forward)
 
 
+def _estimate(dense: _Dense, run: _Run, recipe: Recipe, stats: Statistics | None, blocks: list[Block]) -> Estimate:
+    """The stages of a run, their time and memory; none if the number of samples is unknown."""
+    model, sites, batches = dense.model, dense.sites, run.batches
+    name = (run.origin or (stats.origin if stats else {})).get("model", type(model).__name__)
+    what = f"pruning {name} ({count_params(model) / 1e6:.3f} M parameters, {placement(model)[0]}) {recipe.goal()}"
+    samples = count_samples(batches) if batches is not None else stats and stats.samples
+    if not samples or isinstance(batches, Iterator):
+        return Estimate(f"{what}, from samples whose number is unknown", ())
+    load, machine = _load(dense, run, recipe, samples, stats, blocks)
+    stages = estimate_stages(model, sites, recipe, load, machine)
+    data = f"on {samples} samples of {max(load.tokens.values())} tokens"
+    return Estimate(f"{what} {data}", stages, resident_bytes(placement(model)[0]))
+
+
+def _load(
+    dense: _Dense, run: _Run, recipe: Recipe, samples: int, stats: Statistics | None, blocks: list[Block]
+) -> tuple[Load, Machine]:
+    """What a run goes through, and how fast the machine is."""
+    model, sites, batches = dense.model, dense.sites, run.batches
+    machine, tokens = measure_machine(model, sites, run.first(), run.forward)
+    settings = run.settings or Settings()
+    inputs = {site.name: site.inputs for site in summed(sites) if not isinstance(site, AttentionSite)}
+    taken = {name: settings.tokens_of(width, samples) for name, width in inputs.items()}
+    counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
+    rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
+    fitted = {name: n * samples * (rule.every - 1) // rule.every for name, n in counted.items()}
+    return Load(
+        samples,
+        tokens,
+        counted,
+        calibrates=stats is None,
+        trials=0 if single else usual_trials(recipe, sites, fitted),
+        tried=min(samples_needed(recipe), samples // rule.every),
+        curves=recipe.has_target and recipe.allocate == GAIN,
+        refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
+    ), machine
+
+
+def _outcome(watch: Clock, model: nn.Module) -> dict[str, Any] | None:
+    """How long the stages took, and the memory at the peak, beside what was estimated; None without an estimate."""
+    if watch.estimated is None:
+        return None
+    known = {stage.name: stage.seconds for stage in watch.estimated.stages}
+    names = dict.fromkeys([*known, *watch.seconds])
+    stages = [{"stage": n, "estimated": known.get(n, 0.0), "seconds": watch.seconds.get(n, 0.0)} for n in names]
+    peak = resident_bytes(placement(model)[0], peak=True)
+    return {"stages": stages, "memory": {"estimated": watch.estimated.memory, "peak": peak}}
+
+
+def _recorder(dense: _Dense, run: _Run, recipe: Recipe, blocks: list[Block]) -> Recorder | None:
+    """What records the refit's batches while calibration runs them; None if it cannot: they are run again then."""
+    available = count_samples(() if run.batches is None else run.batches)
+    elsewhere = run.settings is not None and run.settings.offload is not None
+    if not blocks or not available or elsewhere or workers.current().world > 1:
+        return None
+    return Recorder(dense.model, dense.sites, blocks, recipe, available)
+
+
 def _calibrate(
-    dense: _Dense, run: _Run, *, out: str | Path | None = None, held: HeldBatches | None = None
+    dense: _Dense,
+    run: _Run,
+    *,
+    out: str | Path | None = None,
+    held: HeldBatches | None = None,
+    recorder: Recorder | None = None,
 ) -> Statistics:
     output = dense.sites.output
     watched: list[Site | OutputHead] = [*dense.sites, *([output] if output else [])]
@@ -417,16 +542,10 @@ def _calibrate(
         run.observer,
         held,
         workers.current(),
+        recorder,
     )
     with evaluating(dense.model):
         return job.run(None if out is None else Path(out))
-
-
-def _collect(held: HeldBatches | None, batches: Iterable[Any] | None) -> None:
-    """Read the held-out batches that a search needs, where calibration did not pass them."""
-    if held is not None and batches is not None:
-        for index, _, batch in enumerate_batches(batches, held.wants):
-            held.offer(index, batch)
 
 
 def _choose_widths(
@@ -440,24 +559,29 @@ def _choose_widths(
     """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
     tried = held.batches if held else []
     used = stats.fitted() if tried else stats
-    return search(Allocator(dense.model, dense.sites, used, recipe, run.observer, sample), tried, run.forward)
+    allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample)
+    found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, tried, run.forward))[0]
+    return found
 
 
 def _plan(dense: _Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
     narrower = [site for site in dense.sites if found.widths[site.name] < site.width]
-    planned: list[SitePlan] = []
     pairs = pairs_of_all(narrower, found.widths, stats, recipe)
     with timed("plan"), observer.stage("planning", len(narrower), "sites") as advance:
-        for site in narrower:
+
+        def work(site: Site) -> SitePlan:
             with at_site(site):
                 known = found.paths.get(site.name), pairs.get(site.name)
-                planned.append(plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known))
+                made = plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known)
             advance(1)
+            return made
+
+        planned = workers.current().map(work, narrower, lambda site: cost_of(site, stats.samples))
     warn_if_weak(planned, stats)
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
-    made = made.noting(*starved(stats, narrower))
+    made = made.noting(*starved(stats, narrower), *rounded_away(dense.sites, recipe))
     return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 
@@ -469,27 +593,49 @@ def _plan_output(dense: _Dense, stats: Statistics, rank: int | None) -> OutputPl
     return plan_output(head, rank, linear, moments, spectrum_of(linear, moments))
 
 
-def _apply(dense: _Dense, stats: Statistics, plan: Plan, sample: Sample | None = None) -> Result:
-    smaller = narrowed_copy(dense.model, dense.sites, plan, stats)
-    require_agreement(verify(dense.model, smaller, dense.sites, stats, plan))
+def _apply(
+    dense: _Dense, stats: Statistics, plan: Plan, sample: Sample | None = None, observer: Observer = SILENT
+) -> Result:
+    with observer.stage("checking", len(plan.sites), "sites") as advance:
+        smaller = narrowed_copy(dense.model, dense.sites, _with_folds(dense, stats, plan), stats)
+        require_agreement(verify(dense.model, smaller, dense.sites, stats, plan, advance))
     set_history(smaller, (*history(dense.model), plan))
     if sample is None and stats.inputs is not None:
         sample = one_sample(dense.model, stats.inputs)
     return Result(smaller, plan, Report(plan, **_before_after(dense.model, smaller, sample)), stats.origin)
 
 
+def _with_folds(dense: _Dense, stats: Statistics, plan: Plan) -> Plan:
+    """The plan with the folds that a file does not hold, computed by all workers."""
+    match(dense.sites, plan)  # a plan for another model is refused first
+
+    def work(site_plan: SitePlan) -> SitePlan:
+        site = dense.sites[site_plan.name]
+        with at_site(site), timed("compensate"):
+            return replace(site_plan, fold=fold_site(dense.model, site, site_plan, stats, plan.recipe))
+
+    bare = [site_plan for site_plan in plan.sites if site_plan.fold is None]
+    made = workers.current().map(work, bare, lambda one: cost_of(dense.sites[one.name], stats.samples))
+    folded = {site_plan.name: site_plan for site_plan in made}
+    return replace(plan, sites=tuple(folded.get(one.name, one) for one in plan.sites))
+
+
 def _repair(
     dense: _Dense,
     result: Result,
-    batches: Iterable[Any],
+    run: _Run,
     recipe: Recipe,
     blocks: list[Block],
-    forward: Forward | None,
-    observer: Observer,
+    passages: list[Passage] | None = None,
 ) -> Result:
-    with observer.stage("recording for the refit", None, "samples"):
-        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, result.plan.samples, forward)
-    work = Repair(dense.model, copy.deepcopy(result.model), recipe)
+    batches, forward, observer = run.batches or (), run.forward, run.observer
+    if not passages:
+        wanted = min(samples_wanted(recipe, blocks), result.plan.samples)
+        with observer.stage("recording for the refit", wanted, "samples") as advance:
+            data = dense.model, dense.sites, batches, blocks
+            passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
+    place = None if run.device is None else Place.on(torch.device(run.device))
+    work = Repair(dense.model, copy.deepcopy(result.model), recipe, place)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)
     require_whole(work.smaller, blocks[-1], end, lambda: feed(work.smaller, _first_batch(batches), forward))

@@ -28,8 +28,14 @@ class Observer:
     def note(self, message: str) -> None:
         """Take one sentence that a user should read."""
 
-    def estimate(self, seconds: float) -> None:
-        """Take how long the whole run is expected to last, once that is known."""
+    def estimate(self, make: Callable[[], Any]) -> Any:
+        """Take what the run will do and how long that takes: `make` measures it, and is called if it is wanted.
+
+        What it returns, a `corp.measure.estimate.Estimate` or None, is set beside the outcome in the report.
+        """
+
+    def finished(self, gained: str) -> None:
+        """Take one line that says what the run gained."""
 
     def calibrated(self, stats: Any) -> Any:
         """Take the `corp.Statistics` of the data pass; the model is planned from the ones that are returned."""
@@ -68,11 +74,53 @@ class Bars(Observer):
             yield advance
             bars.update(task, total=bars.tasks[0].completed)  # a bound may not have been reached: the stage is over
 
-    def estimate(self, seconds: float) -> None:
-        self.note(f"this takes about {duration(seconds)}")
+    def estimate(self, make: Callable[[], Any]) -> Any:
+        made = make()
+        for line in (made.line(), *made.advice()):
+            self.note(line)
+        return made
+
+    def finished(self, gained: str) -> None:
+        self.note(gained)
 
     def note(self, message: str) -> None:
         self.console.print(message, style="dim", markup=False, soft_wrap=True)
+
+
+class Clock(Observer):
+    """Passes all on to another observer, and keeps how long every stage took, without the stages inside it."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.seconds: dict[str, float] = {}
+        self.estimated: Any = None  # the first estimate that was made
+        self._inside = [0.0]  # seconds of finished stages inside of the current one, outermost first
+
+    @contextmanager
+    def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
+        start = time.perf_counter()
+        self._inside.append(0.0)
+        try:
+            with self.observer.stage(name, total, unit) as advance:
+                yield advance
+        finally:
+            took = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inside.pop()
+            self._inside[-1] += took
+
+    def note(self, message: str) -> None:
+        self.observer.note(message)
+
+    def estimate(self, make: Callable[[], Any]) -> Any:
+        if self.estimated is None:
+            self.estimated = self.observer.estimate(make)
+        return self.estimated
+
+    def finished(self, gained: str) -> None:
+        self.observer.finished(gained)
+
+    def calibrated(self, stats: Any) -> Any:
+        return self.observer.calibrated(stats)
 
 
 def duration(seconds: float) -> str:

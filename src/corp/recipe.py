@@ -32,7 +32,9 @@ ROTARY = (FREE, SHARED)
 AUTO = "auto"
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
-NAMED_MULTIPLES = ("fast", "gguf")
+NAMED_MULTIPLES = ("auto", "fast", "gguf")
+EVEN = 8  # what round_to="auto" rounds to, at widths from these on: below, rounding would cost more than it gains
+EVEN_FROM = {"mlp": 512, "head": 64}
 # Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
 _PAPER: dict[str, Any] = {
     "rank": "combined",
@@ -57,6 +59,8 @@ TARGETS = {
     "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
 }  # what widths can be chosen to meet; one at most
+_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
 REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`
 
 
@@ -119,9 +123,10 @@ class Recipe(Tabular):
         },
     )
     round_to: int | str | Mapping[str, int] = _option(
-        1,
+        AUTO,
         REMOVE,
-        "Round kept widths up to a multiple: a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
+        "Round kept widths up to a multiple: auto is 8 for MLPs from 512 channels and heads from 64 dimensions on, and "
+        "1 turns it off; a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
         "what llama.cpp quantises together, 256 where that is at most 1/16 of the width, else 32.",
     )
     rank: str = _option(
@@ -296,6 +301,16 @@ class Recipe(Tabular):
         changes: dict[str, Any] = {**dict.fromkeys(TARGETS), **shares}
         return replace(self, **changes, overrides=overrides)
 
+    def goal(self) -> str:
+        """What is asked for, in a few words."""
+        if self.min_agreement is not None:
+            return f"as far as {self.min_agreement:.1%} agreement with the dense model allows"
+        for name, what in _UNITS.items():
+            if (share := getattr(self, name)) is not None:
+                return f"to at most {share:.0%} of its {what}"
+        parts = [f"{share:.0%} of its {what}" for kind, what in _REMOVED.items() if (share := getattr(self, kind))]
+        return "by " + (" and ".join(parts) or "what overrides, output and tokens say")
+
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, glob) for glob in self.skip)
 
@@ -305,6 +320,8 @@ class Recipe(Tabular):
             return self.round_to
         if self.round_to == "gguf":
             multiples: Mapping[str, int] = {"mlp": SUPERBLOCK if width >= 16 * SUPERBLOCK else BLOCK}
+        elif self.round_to == AUTO:
+            multiples = {key: EVEN for key, least in EVEN_FROM.items() if width >= least}
         else:
             multiples = FAST if isinstance(self.round_to, str) else self.round_to
         return multiples.get(ROUNDING_KEYS[kind], 1)
@@ -379,7 +396,7 @@ def _check_rounding(value: object) -> None:
         raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
     for multiple in value.values() if isinstance(value, Mapping) else [value]:
         if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'fast', 'gguf')")
+            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'auto', 'fast', 'gguf')")
 
 
 def _globs(value: object) -> tuple[str, ...]:

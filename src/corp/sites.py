@@ -400,6 +400,19 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
 
+def site_devices(model: nn.Module, sites: Sites) -> dict[str, torch.device]:
+    """The device of every site's weights, by the names that its statistics have."""
+    found: dict[str, torch.device] = {}
+    for site in sites:
+        if isinstance(site, AttentionSite):
+            found[site.name] = found[site.plain_name] = rows_of(model, site.q).weight.device
+        else:
+            found[site.name] = projection_at(model, site.down).weight.device
+    if sites.output is not None:
+        found[sites.output.name] = projection_at(model, sites.output.name).weight.device
+    return found
+
+
 def is_transposed(module: nn.Module) -> bool:
     """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -414,12 +427,6 @@ def projection_of(module: Any) -> Projection:
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
     return Projection(weight.mT if is_transposed(module) else weight, bias)
-
-
-def in_float64(linear: Projection) -> tuple[Tensor, Tensor]:
-    """Weight and bias, zeros if there is none, on the CPU: not every device has float64."""
-    W = linear.weight.cpu().double()
-    return W, W.new_zeros(len(W)) if linear.bias is None else linear.bias.cpu().double()
 
 
 def rows_of(model: nn.Module, rows: Rows) -> Projection:

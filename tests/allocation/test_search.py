@@ -13,12 +13,14 @@ from torch import Tensor
 import corp
 from corp import CorpError, Recipe
 from corp.allocation import search
+from corp.allocation.allocator import Allocator
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.moments import Moments
 from corp.errors import CorpWarning
 from corp.measure.closeness import Closeness, Reference, tensor_of
 from corp.measure.intervals import Interval
 from corp.surgery.apply import narrowed_copy
+from tests.helpers import decoders
 from tests.helpers.models import as_saved, batches, build
 from tests.helpers.observers import Recorder
 
@@ -267,3 +269,28 @@ def test_where_queries_are_told_nothing_is_tried_for_them() -> None:
     recipe = Recipe(target_macs=0.7, overrides={"*.attn": {"attn": 0.25}})
     result = corp.prune(model, data, recipe)
     assert len({one["queries"] for one in result.plan.why["split"]["tried"] if "queries" in one}) == 1
+
+
+def test_one_width_for_all_layers_is_split_between_mlps_and_heads_by_trials() -> None:
+    recipe = Recipe(target_params=0.85, allocate="uniform", rotary="shared", equal_heads=True, output=0.0)
+    result = corp.prune(decoders.build("llama"), decoders.batches(), recipe)
+    widths = {kind: {site.keep for site in result.plan.sites if site.kind == kind} for kind in ("mlp", "attn", "vo")}
+    assert all(len(kept) <= 1 for kept in widths.values())
+    assert widths["attn"] == widths["vo"]
+    tried = result.plan.why["split"]["tried"]
+    assert len(tried) > 1
+    chosen = min(tried, key=lambda one: one["divergence"])
+    assert result.plan.why["allocation"]["queries"] == pytest.approx(chosen["queries"])
+    paper = corp.prune(decoders.build("llama"), decoders.batches(), Recipe.paper(target_params=0.85))
+    assert "split" not in paper.plan.why
+
+
+def test_trials_keep_the_pairs_that_the_result_keeps() -> None:
+    model, recipe = decoders.build("llama"), Recipe(attn=0.5, rotary="shared", sequential=False)
+    stats = corp.calibrate(model, decoders.batches())
+    allocator = Allocator(model, corp.find_sites(model), stats, recipe)
+    tried: Any = search.sketch_model(allocator, recipe, allocator.allocate(recipe))
+    made: Any = corp.apply(model, stats, corp.plan(model, stats, recipe)).model
+    for one, other in zip(tried.model.layers, made.model.layers, strict=True):
+        assert torch.equal(one.self_attn.frequencies, other.self_attn.frequencies)
+        assert torch.equal(one.self_attn.frequencies[0], tried.model.layers[0].self_attn.frequencies[0])

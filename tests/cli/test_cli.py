@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import corp
+from corp.adapters import registry
 from corp.cli.sweep import parse_range
 from tests.helpers.command import content, failure, run
 from tests.helpers.seeds import seed_all, seeded
@@ -275,3 +276,34 @@ def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) 
     tensors["blocks.0.mlp.fc1.weight"] *= 1.5  # still a valid file, and another function
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     assert "1 of 3 sites do not do what their weights say: blocks.0.mlp" in failure("check", out, *data)
+
+
+def test_a_dry_run_tells_time_and_memory_and_writes_nothing(weights: Path, photos: Path, tmp_path: Path) -> None:
+    options = ("--weights", weights, "--calib", photos, "--sparsity", 0.5, "--batch-size", 2, "--device", "cpu")
+    shown = run("prune", MODEL, *options, "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    assert f"pruning {MODEL}" in shown.output
+    made = content("prune", MODEL, *options, "--dry-run", "-o", tmp_path / "out")
+    names = [stage["stage"] for stage in made["stages"]]
+    assert names[0] == "calibrating on cpu"
+    assert {"planning", "checking"} < set(names)
+    assert made["seconds"] == pytest.approx(sum(stage["seconds"] for stage in made["stages"]))
+    assert not list(tmp_path.iterdir())
+    assert "--dry-run" in failure("prune", MODEL, *options)  # no output was named
+
+
+def test_prune_finds_the_sites_once(
+    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def counting(model: torch.nn.Module, *args: object) -> object:
+        found.append(next(model.parameters()).device.type)
+        return search(model, *args)
+
+    search = registry.search
+    monkeypatch.setattr(registry, "search", counting)
+    options = ("--weights", weights, "--calib", photos, "--sparsity", 0.5, "--batch-size", 2, "--device", "cpu")
+    result = run("prune", MODEL, *options, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert found.count("cpu") == 1  # saving rebuilds the architecture, without weights, and searches that

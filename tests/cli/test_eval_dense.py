@@ -153,3 +153,26 @@ def test_a_whole_model_of_transformers_gives_its_own_maps(scenes: Path, tmp_path
     content = command.content(*shared, "--image-size", "28x42", "--depth-scale", 1000)
     assert (content["task"], content["head"], content["image_size"]) == ("depth", None, [28, 42])
     assert content["models"][0]["rmse"]["value"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+def test_a_backbone_is_pruned_at_the_size_and_under_the_head_that_it_is_used_with(
+    weights: Path, scenes: Path, head: Path, tmp_path: Path
+) -> None:
+    common = ("prune", MODEL, "--weights", weights, "--calib", scenes / "images", "--batch-size", 5, "--device", "cpu")
+    out = tmp_path / "small"
+    asked = ("--preset", "paper", "--target-macs", 0.8, "--tokens", "1,0,0,1,0,0,0,0,0,0,0,0")
+    found = command.content(*common, "--head", head, "-o", out, *asked, "--eval-data", scenes)
+    assert found["macs"]["after"] <= 0.8 * found["macs"]["before"]
+    tokens = 1 + 2 * 3  # at 32 x 48 pixels
+    assert found["macs"]["before"] < 2 * tokens * 5.6e6
+    small, dense = (one["miou"]["value"] for one in found["evaluation"]["models"][::-1])
+    assert abs(small - dense) < 0.5
+    merging = corp.load(out).blocks
+    assert merging.unmerge
+    assert "12 x 50 is no multiple of the patch size 16" in failure(
+        *common, "-o", out, *asked, "--image-size", "12x50", "--overwrite"
+    )
+    assert "not with --stats" in failure(
+        "prune", MODEL, "--weights", weights, "--stats", tmp_path, "-o", tmp_path / "x", "--head", head, "--mlp", 0.5
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 
 from corp.adapters import hub, timm_models
 from corp.cli.console import command, in_flags, told
-from corp.cli.inputs import goal
+from corp.cli.inputs import require_output
 from corp.cli.sources import refuse_labels, warn_of_odd_images
 from corp.data.documents import in_order, open_documents
 from corp.errors import CorpWarning, DataError, ModelError
@@ -59,9 +61,9 @@ def test_no_error_of_a_recipe_names_a_python_argument_on_the_command_line(tmp_pa
 
 
 def test_a_run_says_what_it_will_do() -> None:
-    assert goal(Recipe(mlp=0.5, attn=0.25)) == "by 50% of its MLP channels and 25% of its query and key dimensions"
-    assert goal(Recipe(target_macs=0.6)) == "to at most 60% of its MACs"
-    assert goal(Recipe(min_agreement=0.95)) == "as far as 95.0% agreement with the dense model allows"
+    assert Recipe(mlp=0.5, attn=0.25).goal() == "by 50% of its MLP channels and 25% of its query and key dimensions"
+    assert Recipe(target_macs=0.6).goal() == "to at most 60% of its MACs"
+    assert Recipe(min_agreement=0.95).goal() == "as far as 95.0% agreement with the dense model allows"
 
 
 def test_a_folder_that_is_missing_is_told_with_one_that_is_near(
@@ -181,3 +183,21 @@ def test_warnings_are_told_in_the_spelling_of_the_command_line(capsys: pytest.Ca
     with warnings.catch_warnings():
         warned()
     assert "--target-latency 0.5 was missed" in capsys.readouterr().err
+
+
+def test_a_mistyped_timm_name_is_told_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import sys\nfrom corp.cli.arguments import require_model\n"
+        "require_model('deit_tiny_patch16_224.fb_in1k')\nrequire_model('vit_base_patch16_224_in21k')  # an old name\n"
+        "try:\n    require_model('deit_tinny')\nexcept Exception as error:\n    print(error)\n"
+        "print([name for name in ('torch', 'timm', 'numpy') if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "did you mean deit_tiny_patch16_224" in told
+    assert told.endswith("[]\n")
+
+
+def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is a file, not a folder"):
+        require_output(tmp_path / "file" / "out", overwrite=False)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import corp
-from corp.allocation.latency import Clock
+from corp.allocation.budget import Sample
 from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
 from corp.surgery.apply import history
@@ -85,12 +85,23 @@ def test_ranges_and_targets(weights: Path, photos: Path) -> None:
     assert "0.800 of the dense macs, allocation gain" in text
 
 
+def test_prune_says_what_merging_would_bring(weights: Path, photos: Path, tmp_path: Path) -> None:
+    common = ("prune", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--preset", "paper")
+    done = run(*common, "-o", tmp_path / "out", "--target-macs", 0.7)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "merging tokens instead, at 0.7 of the operations" in said
+    assert "on 8 held-out samples; --merge-tokens does both" in said
+    shares = run(*common, "-o", tmp_path / "shares", "--mlp", 0.5)
+    assert "merging tokens" not in shares.output
+
+
 def test_a_target_of_time(weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(_clock: Clock, dense: nn.Module, other: nn.Module) -> Ratio:
+    def timed(_sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
         value = count_params(dense) / count_params(other)
         return Ratio(value, value, value)
 
-    monkeypatch.setattr(Clock, "_timed", timed)
+    monkeypatch.setattr("corp.allocation.latency.compare_times", timed)
     common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--target-latency", 0.8)
     found = content(*common)["why"]["latency"]
     assert 0.75 < found["measured"]["value"] <= 0.8

@@ -14,7 +14,7 @@ import corp
 import corp.calibration.job
 import corp.planning.plan
 from corp import CorpError, Recipe
-from corp.storage.export.possible import targets_for
+from corp.storage.export.possible import Exports
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # little data: that fits are weak is said
@@ -88,7 +88,7 @@ def test_under_a_budget_of_operations_the_head_pays_its_share() -> None:
 
 def test_programs_that_cannot_hold_it_are_refused_and_onnx_is_not(tmp_path: Path) -> None:
     result = corp.prune(build(), data(), Recipe.paper(output=0.5))
-    possible = targets_for(build(), result.plan)
+    possible = Exports(build()).of(result.plan)
     assert {target for target, reason in possible.items() if reason and "low-rank" in reason} >= {
         "hf",
         "compat",

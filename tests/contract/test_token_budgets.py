@@ -14,12 +14,13 @@ from timm.models.vision_transformer import VisionTransformer
 
 import corp
 from corp import CorpError, Recipe
-from corp.allocation.tokens import count_operations, rising
-from corp.measure.cost import count_params
+from corp.allocation.tokens import count_operations, merged_copy, rising
+from corp.measure.cost import count_macs, count_params
 from corp.measure.timing import Ratio
 from corp.planning.plan import Plan
 from corp.refit.merged import find_merging
 from corp.refit.tokens import FASTER, fast_schedule, offer_merging
+from corp.storage import folder as storage
 from tests.helpers import models
 from tests.helpers.models import SMALL
 from tests.helpers.seeds import seeded
@@ -59,6 +60,14 @@ def test_a_given_schedule_is_merged_saved_and_loaded(recipe: Recipe, tmp_path: P
     corp.save(result, tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(corp.load(tmp_path / "saved")(data[0]), result.model(data[0]))
+    written = storage.export(tmp_path / "saved", tmp_path / "plain", to="timm", profile="compat")
+    assert "merged tokens are left out" in written.notes[0]
+    plain = timm.create_model(f"local-dir:{tmp_path / 'plain'}", pretrained=True).eval()
+    one = data[0][:1]
+    idle = merged_copy(result.model, replace(result.plan.merging, schedule=(0,) * 6, read=None))
+    assert f"{count_macs(idle, one) / count_macs(result.model, one):.2f} times" in written.notes[0]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(one), idle(one), rtol=1e-4, atol=1e-4)
     assert Plan.from_dict(json.loads(json.dumps(result.plan.to_dict()))) == result.plan
     assert type(model.blocks) is torch.nn.Sequential  # the user's model is as it was
 
@@ -156,12 +165,12 @@ def test_data_that_goes_through_forward_is_counted_too() -> None:
 def test_merging_is_offered_where_it_can_be_done() -> None:
     model, data = tiny(), small(2)
     pruned = corp.prune(model, data, Recipe.paper(mlp=0.5)).model
-    offer = offer_merging(model, corp.find_sites(model), pruned, 0.7, data, None)
+    offer = offer_merging(model, corp.find_sites(model), pruned, 0.7, data)
     assert offer is not None
-    assert offer.samples == 12
+    assert offer.samples == 6
     assert offer.merged.divergence().value != offer.pruned.divergence().value
     other, data = models.build("post-norm"), models.batches("post-norm")
-    assert offer_merging(other, corp.find_sites(other), other, 0.7, data, None) is None
+    assert offer_merging(other, corp.find_sites(other), other, 0.7, data) is None
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from corp.adapters import torchvision_import
 from corp.errors import CorpWarning
-from tests.helpers import hf_folders
+from tests.helpers import decoders, hf_folders
 from tests.helpers.command import run
 from tests.helpers.seeds import seeded
 
@@ -134,7 +134,9 @@ def test_the_image_page(tmp_path: Path) -> None:
 
 
 def test_the_language_page(tmp_path: Path) -> None:
-    hf_folders.llama(tmp_path / "SmolLM2-135M")
+    pytest.importorskip("gguf", reason="GGUF files are written with the package gguf")
+    decoders.build("llama").save_pretrained(tmp_path / "SmolLM2-135M")
+    decoders.tokenizer().save_pretrained(tmp_path / "SmolLM2-135M")
     hf_folders.texts(tmp_path / "texts.jsonl")
     (tmp_path / "held-out.txt").write_text("\n".join(hf_folders.sentences(30, 20, seed=1)))
     printed = walk("language.md", {"8000": free_port()})

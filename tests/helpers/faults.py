@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import corp
 from corp import CorpError, Statistics
-from tests.helpers import hf_folders
+from tests.helpers import decoders, hf_folders
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,9 +95,32 @@ def same_sweep(out: Path, reference: Path) -> None:
         raise BrokenError("the rows of the sweep differ from those of an undisturbed run")
 
 
+def same_bytes(out: Path, reference: Path) -> None:
+    if out.read_bytes() != reference.read_bytes():
+        raise BrokenError(f"{out.name} differs from that of an undisturbed run")
+
+
+def same_graph(out: Path, reference: Path) -> None:
+    """Graphs hold the names of their folders and of temporary files, so that only what is there can be compared."""
+    found, wanted = ({str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (out, reference))
+    if found != wanted:
+        raise BrokenError(f"{out.name} lacks {sorted(wanted - found)}, has {sorted(found - wanted)}")
+    for name in wanted:
+        ours, theirs = (folder.joinpath(name).stat().st_size for folder in (out, reference))
+        if abs(ours - theirs) > 0.05 * theirs + 200:
+            raise BrokenError(f"{name} of {out.name} has {ours} bytes, that of an undisturbed run {theirs}")
+
+
 def whole_page(out: Path, _reference: Path) -> None:
     if not out.read_text().rstrip().endswith("</html>"):
         raise BrokenError("half a page")
+
+
+def _exported(target: str) -> Command:
+    check = same_tensors if target in ("hf", "vllm") else same_graph
+    return Command(
+        lambda i, o: ["export", str(i / "pruned llama"), "--to", target, "-o", str(o)], ("pruned llama", "llama"), check
+    )
 
 
 COMMANDS = {
@@ -145,6 +168,32 @@ COMMANDS = {
         ("pruned", "opt"),
         same_tensors,
     ),
+    "plan": Command(
+        lambda i, o: ["plan", _model(i, "opt"), "--stats", str(i / "stats"), "--sparsity", "0.5", "-o", str(o)],
+        ("opt", "stats"),
+        same_bytes,
+        ".json",
+    ),
+    "search and refit": Command(
+        lambda i, o: ["prune", _model(i, "opt"), *_texts(i), "--target-macs", "0.8", "-o", str(o)],
+        ("opt", "texts.jsonl"),
+        same_model,
+    ),
+    "merged tokens": Command(
+        lambda i, o: [
+            *("prune", _model(i, "vit"), "--calib", str(i / "photos"), "--batch-size", "4", "--mlp", "0.5"),
+            *("--tokens", "2,0", "-o", str(o)),
+        ],
+        ("vit", "photos"),
+        same_model,
+    ),
+    "probe": Command(
+        lambda i, o: ["probe", _model(i, "vit"), "--data", str(i / "scenes"), "-o", str(o)],
+        ("vit", "scenes"),
+        same_bytes,
+        ".safetensors",
+    ),
+    **{f"export {target}": _exported(target) for target in ("hf", "vllm", "gguf", "onnx", "pt2")},
     "merge": Command(
         lambda i, o: ["merge", str(i / "stats"), str(i / "other"), "-o", str(o)], ("stats", "other"), same_statistics
     ),
@@ -173,6 +222,8 @@ class Workshop:
         self._make("stats", "calibrate")
         self._make("other", "calibrate", "--seed", "1")
         self._make("pruned", "prune with statistics")
+        llama = ["prune", _model(self.inputs, "llama"), *_texts(self.inputs), "--mlp", "0.5", "--seed", "0"]
+        self._warm([*llama, "--no-sequential", "-o", str(self.inputs / "pruned llama")])
         self.usual: dict[str, Ended] = {}  # the undisturbed run of each command
 
     def close(self) -> None:
@@ -184,13 +235,19 @@ class Workshop:
 
     def _write_inputs(self) -> None:
         hf_folders.opt(self.inputs / "opt")
+        hf_folders.llama(self.inputs / "llama", tok=decoders.tokenizer())
         hf_folders.vit(self.inputs / "vit")
         lines = [json.dumps({"text": text}) for text in hf_folders.sentences(60)]
         (self.inputs / "texts.jsonl").write_text("\n".join(lines) + "\n")
-        (self.inputs / "photos").mkdir()
+        for name in ("photos", "scenes/images", "scenes/labels"):
+            (self.inputs / name).mkdir(parents=True)
         draw = random.Random(0)
         for number in range(24):
-            Image.frombytes("RGB", (16, 16), draw.randbytes(768)).save(self.inputs / "photos" / f"{number:02}.png")
+            noise = Image.frombytes("RGB", (16, 16), draw.randbytes(768))
+            for name in ("photos", "scenes/images"):
+                noise.save(self.inputs / name / f"{number:02}.png")
+            halves = noise.convert("L").point(lambda value: value // 128)
+            halves.save(self.inputs / "scenes/labels" / f"{number:02}.png")
 
     def _make(self, name: str, command: str, *more: str) -> None:
         self._warm([*COMMANDS[command].line(self.inputs, self.inputs / name), *more])

@@ -60,10 +60,10 @@ def opt(folder: Path, seed: int = 0) -> Path:
     return _save(transformers.OPTForCausalLM(config), folder, tokenizer(bos="</s>"))
 
 
-def llama(folder: Path, seed: int = 0) -> Path:
+def llama(folder: Path, seed: int = 0, tok: transformers.PreTrainedTokenizerFast | None = None) -> Path:
     seed_all(seed)
     config = transformers.LlamaConfig(
-        vocab_size=32,
+        vocab_size=32 if tok is None else len(tok),
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -74,7 +74,7 @@ def llama(folder: Path, seed: int = 0) -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
-    return _save(transformers.LlamaForCausalLM(config), folder, tokenizer())
+    return _save(transformers.LlamaForCausalLM(config), folder, tok or tokenizer())
 
 
 def bert(folder: Path, seed: int = 0) -> Path:

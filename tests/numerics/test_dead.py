@@ -79,7 +79,7 @@ def heads(dead: list[int], sides: str, *, folded: bool) -> list[HeadGrams]:
 @pytest.mark.parametrize("sides", ["q", "k", "qk"])
 def test_a_dead_head_goes_for_free(sides: str, folded: bool, ridge: float) -> None:
     for head in heads(list(range(D)), sides, folded=folded):
-        system = logit.logit_system(head.normal_of(KEPT), head.cross(), head.energy(), KEPT, PRUNED)
+        system = logit.logit_system(head.normal_of(KEPT), head.cross_of(KEPT, PRUNED), head.energy(), PRUNED)
         M = logit.fit_logit(system, ridge=ridge)
         assert not M.any()
         assert logit.distortion(system, M) == (0, 0, 0, 1)
@@ -94,7 +94,7 @@ def test_a_dead_head_goes_for_free(sides: str, folded: bool, ridge: float) -> No
 @pytest.mark.parametrize("dead", [[1, 3], [0, 2], [0, 1]])
 def test_dead_dimensions_of_a_head_change_nothing_in_the_fit(dead: list[int], folded: bool, ridge: float) -> None:
     head = heads(dead, "qk", folded=folded)[0]
-    system = logit.logit_system(head.normal_of(KEPT), head.cross(), head.energy(), KEPT, PRUNED)
+    system = logit.logit_system(head.normal_of(KEPT), head.cross_of(KEPT, PRUNED), head.energy(), PRUNED)
     M = logit.fit_logit(system, ridge=ridge)
     alive = torch.tensor([int(i) not in dead for i in KEPT])
     assert not M[~alive].any()

@@ -64,7 +64,7 @@ def eliminated(put: Callable[[Tensor], Tensor], _: HeadGrams) -> list[Tensor]:
 
 def fitted_logit(put: Callable[[Tensor], Tensor], sums: HeadGrams) -> list[Tensor]:
     kept, pruned = put(indices(0, 2, 3)), put(indices(1, 4, 5))
-    system = logit.logit_system(sums.normal_of(kept), sums.cross(), sums.energy(), kept, pruned)
+    system = logit.logit_system(sums.normal_of(kept), sums.cross_of(kept, pruned), sums.energy(), pruned)
     M = logit.fit_logit(system, ridge=1e-3)
     assert logit.distortion(system, M).J <= system.T
     return [M, logit.best_logit(system), *(logit.head_map(kept, 6, A) for A in logit.query_factors(M))]

@@ -24,7 +24,7 @@ def system_of(q: Tensor, k: Tensor) -> logit.LogitSystem:
     grams.update(q[:2], k[:2])
     grams.update(q[2:], k[2:])
     head = grams.head(0)
-    return logit.logit_system(head.normal_of(kept), head.cross(), head.energy(), kept, pruned)
+    return logit.logit_system(head.normal_of(kept), head.cross_of(kept, pruned), head.energy(), pruned)
 
 
 def dense(G: kronecker.Operator, m: int, n: int) -> Tensor:

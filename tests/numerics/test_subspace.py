@@ -115,7 +115,7 @@ def test_sweeps_lower_the_error_below_the_start_and_below_compensated_coordinate
         found.append(logit_error(q, k, fit.A[0], fit.B))
     assert found == sorted(found, reverse=True)
     kept, pruned = top(head.energy().diagonal(), KEEP)
-    system = logit.logit_system(head.normal_of(kept), head.cross(), head.energy(), kept, pruned)
+    system = logit.logit_system(head.normal_of(kept), head.cross_of(kept, pruned), head.energy(), pruned)
     assert found[1] < logit.error(system, logit.best_logit(system))
 
 

@@ -15,7 +15,8 @@ from corp.allocation.tokens import merged_copy
 from corp.errors import ModelError
 from corp.planning.merging import Merging
 from corp.refit.merged import find_merging, repair_merged, require_readable
-from corp.refit.repair import find_blocks, record_batches
+from corp.refit.recording import record_batches
+from corp.refit.repair import find_blocks
 from tests.helpers import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")

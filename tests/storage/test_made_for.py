@@ -12,7 +12,7 @@ import corp
 from corp import CorpError, Recipe
 from corp.storage import folder as storage
 from corp.storage.export import llama_cpp
-from corp.storage.export.possible import pads_heads, recipe_for, targets_under
+from corp.storage.export.possible import Exports
 from tests.helpers import decoders, models
 from tests.helpers.command import run
 
@@ -33,8 +33,8 @@ BUDGET = Recipe(target_params=0.75)
 )
 def test_a_budget_for_a_program_fits_it_without_padding(program: str, family: str, tmp_path: Path) -> None:
     model = decoders.build(family)
-    recipe = recipe_for(model, program, BUDGET)
-    assert not pads_heads(model, {"transformers": "hf"}.get(program, program), recipe)
+    recipe = Exports(model).recipe_for(program, BUDGET)
+    assert not Exports(model).pads_heads({"transformers": "hf"}.get(program, program), recipe)
     result = corp.prune(model, decoders.batches(), recipe)
     decoders.tokenizer().save_pretrained(tmp_path / "tokenizer")
     corp.save(result, tmp_path / "small", companions=[tmp_path / "tokenizer"])
@@ -46,7 +46,7 @@ def test_a_budget_for_a_program_fits_it_without_padding(program: str, family: st
 
 def test_plain_transformers_loads_what_was_made_for_it(tmp_path: Path) -> None:
     model = decoders.build("llama")
-    recipe = recipe_for(model, "transformers", Recipe(mlp=0.5, attn=0.5))
+    recipe = Exports(model).recipe_for("transformers", Recipe(mlp=0.5, attn=0.5))
     result = corp.prune(model, decoders.batches(), recipe)
     corp.save(result, tmp_path / "plain", profile="standard")
     plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "plain").eval()
@@ -58,25 +58,25 @@ def test_plain_transformers_loads_what_was_made_for_it(tmp_path: Path) -> None:
 
 def test_heads_that_a_format_cannot_narrow_are_left_alone_under_a_budget() -> None:
     model = models.build("hf-opt")
-    recipe = recipe_for(model, "transformers", BUDGET)
+    recipe = Exports(model).recipe_for("transformers", BUDGET)
     result = models.prune(model, models.batches("hf-opt"), recipe)
     assert {site.kind for site in result.plan.sites} == {"mlp"}
-    assert targets_under(model, recipe)["hf"] is None
+    assert Exports(model).under(recipe)["hf"] is None
 
 
 def test_what_cannot_be_held_is_refused_before_anything_is_pruned() -> None:
     with pytest.raises(CorpError, match=r"gguf: OPTForCausalLM cannot be written as a Llama"):
-        recipe_for(models.build("hf-opt"), "gguf", BUDGET)
+        Exports(models.build("hf-opt")).recipe_for("gguf", BUDGET)
     with pytest.raises(CorpError, match="compensation made 2 biases"):
-        recipe_for(decoders.build("qwen2"), "transformers", Recipe(mlp=0.5, intercept=True))
+        Exports(decoders.build("qwen2")).recipe_for("transformers", Recipe(mlp=0.5, intercept=True))
     with pytest.raises(CorpError, match="'llamafile' is not one of transformers, vllm, gguf, onnx"):
-        recipe_for(decoders.build("llama"), "llamafile", BUDGET)
+        Exports(decoders.build("llama")).recipe_for("llamafile", BUDGET)
 
 
 def test_a_recipe_tells_its_exports_as_the_plan_will() -> None:
     model = decoders.build("llama")
     for recipe in (BUDGET, Recipe(target_macs=0.8), Recipe(mlp=0.5), Recipe(mlp=0.5, overrides=decoders.UNEVEN)):
-        possible = {target for target, reason in targets_under(model, recipe).items() if reason is None}
+        possible = {target for target, reason in Exports(model).under(recipe).items() if reason is None}
         uneven = recipe.has_target or bool(recipe.overrides)
         beyond = {"hf", "compat", "vllm", "gguf"} if recipe.has_target else {"hf"} if uneven else set()
         assert possible == {"hf", "compat", "onnx", "pt2", "vllm", "gguf"} - beyond

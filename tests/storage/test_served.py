@@ -19,7 +19,7 @@ from corp import CorpError, Recipe
 from corp.storage import folder as storage
 from corp.storage.export import gguf_file, llama_cpp
 from corp.storage.export.gguf_vocabulary import vocabulary_of
-from corp.storage.export.possible import targets_for
+from corp.storage.export.possible import Exports
 from corp.storage.export.rotary import common_heads, rope_factors, shared_pairs
 from tests.helpers import decoders, models
 from tests.helpers.command import run
@@ -263,8 +263,8 @@ def test_a_uniform_model_of_the_best_options_is_a_plain_llama(tmp_path: Path) ->
         plain = hf.LlamaForCausalLM.from_pretrained(tmp_path / f"{intercept}").eval()
         assert (plain.config.intermediate_size, plain.config.mlp_bias) == (20, intercept)
         torch.testing.assert_close(logits(plain), logits(result.model), rtol=1e-5, atol=1e-4)
-        assert set(targets_for(model, result.plan).values()) - {None} == (
-            {targets_for(model, result.plan)["compat"]} if intercept else set()
+        assert set(Exports(model).of(result.plan).values()) - {None} == (
+            {Exports(model).of(result.plan)["compat"]} if intercept else set()
         )
 
 
@@ -275,18 +275,18 @@ def test_a_model_with_two_tables_of_frequencies_is_no_llama(tmp_path: Path) -> N
     assert common_heads(result.model) is None
     corp.save(result, tmp_path / "plain", profile="standard")
     assert "Gemma3ForCausalLM cannot be written as a Llama: it normalises" in str(
-        targets_for(model, result.plan)["vllm"]
+        Exports(model).of(result.plan)["vllm"]
     )
 
 
 def test_what_a_plan_allows() -> None:
     model = decoders.build("llama")
-    reasons = targets_for(model, decoders.pruned(model, ALL).plan)
+    reasons = Exports(model).of(decoders.pruned(model, ALL).plan)
     assert {target for target, reason in reasons.items() if reason is None} == {"compat", "onnx", "pt2", "vllm", "gguf"}
     assert "one intermediate_size for all" in str(reasons["hf"])
     other = models.build("hf-opt")
     plan = models.prune(other, models.batches("hf-opt"), Recipe(mlp=0.5)).plan
-    reasons = targets_for(other, plan)
+    reasons = Exports(other).of(plan)
     assert reasons["hf"] is None
     assert "OPTForCausalLM cannot be written as a Llama: its positions are learned" in str(reasons["gguf"])
 
@@ -308,6 +308,9 @@ def test_refusals_say_what_can_be_done(tmp_path: Path) -> None:
     corp.save(decoders.pruned(decoders.build("llama"), Recipe(mlp=0.5)), tmp_path / "bare")
     with pytest.raises(CorpError, match="a GGUF file holds its tokenizer, and there is none"):
         storage.export(tmp_path / "bare", tmp_path / "x", to="gguf")
+    told = " ".join(run("export", tmp_path / "bare", "-o", tmp_path / "x", "--to", "gguf").output.split())
+    assert "can be exported with" in told
+    assert "--to vllm error" in told  # not with --to gguf, which was just refused
     opt = models.prune(models.build("hf-opt"), models.batches("hf-opt"), Recipe(mlp=0.5))
     corp.save(opt, tmp_path / "opt")
     with pytest.raises(CorpError, match="OPTForCausalLM cannot be written as a Llama"):

@@ -45,7 +45,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
         if len(wanted) > 1:
             raise StorageError(
                 f"the MLPs are {_several(wanted)} channels wide, but {identity['class']} has one {key} for all of "
-                "them; use the compat profile, or prune all MLPs alike (one sparsity, no skip or override)"
+                "them; use the compat profile, or prune all MLPs alike (allocate='uniform', no skip or override)"
             )
         if governed and wanted != {dense[governed[0]]}:
             place[key] = _value(key, place[key], wanted.pop(), dense[governed[0]])

@@ -19,9 +19,13 @@ from transformers.utils import logging
 from corp.adapters import hub
 from corp.adapters.hf import refuse_deep
 from corp.errors import DataError, ModelError
+from corp.files import MAX_JSON_BYTES
+from corp.measure.cost import count_params
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
 PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
+SMALL = (".json", ".txt", ".model", ".jinja")  # files beside the weights
+PARAMETERS_PER_BYTE = 8  # no quantisation packs more
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
 POOLER = "pooler."  # encoders are often saved without; nothing that is pruned or measured goes through it
 
@@ -39,11 +43,9 @@ def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = T
     candidates = _classes(config, name)
     if not pretrained and not _has_weights(name):
         with quiet():
-            made: nn.Module = (
-                candidates[0]._from_config(config) if _named(config) else candidates[0].from_config(config)
-            )
-        return made.eval()
+            return _from_config(candidates[0], config).eval()
     _check_weights(name)
+    _check_sizes(candidates[0], config, name)
     problems = []
     for cls in candidates:
         model, info = _load(cls, name, "weights", dtype=dtype, use_safetensors=True, output_loading_info=True)
@@ -63,6 +65,7 @@ def tokenizer(name: str) -> Any:
     if hub.is_path(name) and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         raise DataError(f"{name} holds no tokenizer ({TOKENIZER_FILES[0]}); tokenizer=FOLDER takes it from elsewhere")
     try:
+        _check_small_files(name)
         return _load(AutoTokenizer, name, "tokenizer")
     except ModelError as error:
         raise DataError(f"{error}; tokenizer=FOLDER takes it from elsewhere") from error
@@ -121,6 +124,7 @@ class Preprocessing:
 def preprocessing(name: str) -> Callable[[Image.Image], Tensor]:
     """The image preprocessing of the folder or hub id (Pillow and numpy: the same on every machine)."""
     try:
+        _check_small_files(name)
         return Preprocessing(_load(AutoImageProcessor, name, "image preprocessing", backend="pil"))
     except ModelError as error:
         raise DataError(f"{error}; a preprocessor_config.json in its folder says how images are prepared") from error
@@ -146,8 +150,36 @@ def _named(config: Any) -> Any:
 
 def _check_folder(name: str) -> None:
     hub.require_known(name)
+    _check_small_files(name)
     if hub.is_path(name) and not (Path(name) / "config.json").is_file():
         raise ModelError(f"{name} has no config.json, so it is no folder for transformers' from_pretrained")
+
+
+def _check_small_files(name: str) -> None:
+    """Configs, vocabularies and templates are read whole: refuse what is larger than any of them."""
+    for path in Path(name).iterdir() if hub.is_path(name) and Path(name).is_dir() else ():
+        if path.suffix in SMALL and path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes, more than the {MAX_JSON_BYTES} that are read")
+
+
+def _check_sizes(cls: Any, config: Any, name: str) -> None:
+    """Refuse a config that describes far more than its weights hold, before anything of that size is allocated."""
+    held = sum(path.stat().st_size for path in Path(name).glob("*.safetensors")) if hub.is_path(name) else 0
+    try:
+        with quiet(), torch.device("meta"):
+            wanted = count_params(_from_config(cls, config)) if held else 0
+    except Exception:  # whatever is wrong with this config, loading says it in a sentence
+        return
+    if wanted > PARAMETERS_PER_BYTE * held:
+        raise ModelError(
+            f"the config of {name} describes {wanted:,} parameters, but its weights have {held:,} bytes; "
+            "one of them belongs to another model"
+        )
+
+
+def _from_config(cls: Any, config: Any) -> nn.Module:
+    made: nn.Module = cls._from_config(config) if hasattr(cls, "_from_config") else cls.from_config(config)
+    return made
 
 
 def _has_weights(name: str) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from corp.calibration.batches import evaluating, uncompiled, without_cache
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
+from corp.calibration.threads import here
 from corp.sites import AttentionSite, MLPSite, Rows, Site, ValueSite
 
 Run = Callable[[], Any]
@@ -85,14 +86,16 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
             changes.setdefault(rows.module, []).append((rows, change))
     handles = []
     for name in places.makers:
-        handles.append(model.get_submodule(name).register_forward_hook(_inject(name, trial, changes.get(name, []))))
+        handles.append(
+            model.get_submodule(name).register_forward_hook(here(_inject(name, trial, changes.get(name, []))))
+        )
     for name in places.takers:
-        handles.append(model.get_submodule(name).register_forward_pre_hook(_take(name, trial)))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_take(name, trial))))
     for name in places.attentions:
-        note = model.get_submodule(name).register_forward_pre_hook(lambda _m, _args, name=name: trial.ran.add(name))
-        handles.append(note)
+        note = here(lambda _m, _args, name=name: trial.ran.add(name))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(note))
     for name in places.ends:
-        handles.append(model.get_submodule(name).register_forward_hook(_end(name, trial)))
+        handles.append(model.get_submodule(name).register_forward_hook(here(_end(name, trial))))
     watched = [Watched(s, _kernel(s.attention, trial)) for s in sites if isinstance(s, AttentionSite)]
     with ExitStack() as stack:
         for context in (torch.no_grad(), evaluating(model), without_cache(model), without_fast_path(), uncompiled()):

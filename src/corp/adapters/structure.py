@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from corp.calibration.hooks import NUMBERED
+from corp.calibration.threads import has_hooks
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite, is_transposed, projection_of
 from corp.surgery.linear import why_not_linear
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
@@ -71,7 +72,7 @@ def not_linear(module: Any) -> str | None:
 
 
 def _acts_linear(module: Any) -> bool:
-    if not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
+    if not isinstance(module, nn.Linear) or has_hooks(module):
         return False
     names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     if not names <= {"weight", "bias"} or isinstance(module, ScatterLinear | GatherLinear):

@@ -15,18 +15,25 @@ from safetensors.torch import load_file
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
-from corp.adapters import hub
-from corp.adapters.near_names import near
+from corp.adapters import hub, timm_names
 from corp.errors import DataError, ModelError
 
 
-def create(name: str, weights: str | Path | None = None, *, pretrained: bool = False) -> nn.Module:
-    """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random."""
+def create(
+    name: str, weights: str | Path | None = None, *, pretrained: bool = False, any_size: bool = False
+) -> nn.Module:
+    """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random.
+
+    With `any_size` it takes images of any size that is a multiple of its patches, and so does its pruned copy.
+    """
     require_known(name)
     if pretrained and weights is None:
         _require_weights(name)
     try:
-        model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None)
+        more = {"dynamic_img_size": True} if any_size else {}
+        model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None, **more)
+    except TypeError as error:
+        raise ModelError(f"{name} takes images of one size only: {error}") from error
     except Exception as error:  # hub, network or tag trouble: timm raises many kinds
         reason = str(error).rstrip(". ")
         raise ModelError(f"timm cannot make {name!r}: {reason}. Pass the weights as a file: weights=FILE") from error
@@ -38,9 +45,7 @@ def create(name: str, weights: str | Path | None = None, *, pretrained: bool = F
 def require_known(name: str) -> None:
     """Refuse a name that timm does not know, and suggest those that are near."""
     if not timm.is_model(name.partition(".")[0]):
-        names = near(name.partition(".")[0], timm.list_models())
-        hint = f"did you mean {', '.join(names)}?" if names else "timm.list_models() lists all"
-        raise ModelError(f"timm has no model called {name!r}, and there is no folder of that name; {hint}")
+        raise timm_names.unknown(name, timm.list_models())
 
 
 def _require_weights(name: str) -> None:

@@ -16,13 +16,16 @@ from corp.allocation.latency import Clock, Time
 from corp.calibration.batches import evaluating, run
 from corp.calibration.hooks import removing
 from corp.calibration.statistics import Statistics
+from corp.calibration.threads import here
 from corp.errors import PlanError
 from corp.numerics.exact import Path
 from corp.numerics.output import Spectrum
+from corp.numerics.subspace import Subspace
 from corp.observer import SILENT, Observer
+from corp.planning.heads import nested_maps
 from corp.planning.output import spectrum_of
 from corp.planning.widths import width_of
-from corp.recipe import KINDS, UNIFORM, Recipe, kept_width
+from corp.recipe import KINDS, SUBSPACE, UNIFORM, Recipe, kept_width
 from corp.sites import Sites, projection_at
 
 ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast enough
@@ -57,6 +60,14 @@ class Allocator:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
+
+    @cached_property
+    def nested(self) -> dict[str, list[Subspace]]:
+        """The nested maps of every attention that has dimensions to map, which give a trial of any width."""
+        if self.recipe.attn_basis != SUBSPACE:
+            return {}
+        plain = [site for site in self.sites.attention if site.plain_width and not self.recipe.skips(site.name)]
+        return {site.name: nested_maps(site, self.stats.grams_of(site.plain_name).total()) for site in plain}
 
     @cached_property
     def spectrum(self) -> Spectrum:
@@ -143,7 +154,7 @@ class Allocator:
         assert head is not None
         seen: list[int] = []
         hook = self.model.get_submodule(head.name).register_forward_hook(
-            lambda _m, args, _o: seen.append(args[0].numel())
+            here(lambda _m, args, _o: seen.append(args[0].numel()))
         )
         with torch.no_grad(), evaluating(self.model), removing([hook]):
             run(self.model, *self.sample)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.allocation.budget import Budget
+from corp.calibration import workers
 from corp.calibration.moments import Moments
 from corp.calibration.statistics import Statistics
 from corp.numerics import affine, exact, values
@@ -22,6 +23,7 @@ from corp.numerics.allocate import Option, share
 from corp.observer import Observer
 from corp.planning.fitting import fit_linear, split
 from corp.planning.linear import Layer, layer_of, uses_intercept
+from corp.planning.planners import cost_of
 from corp.planning.widths import multiple_of, narrowed, width_of
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, LinearSite, Site, Sites, ValueSite, projection_at
@@ -44,12 +46,15 @@ def site_curves(
 ) -> dict[str, Curve]:
     """The curve of every MLP and of all values that the recipe does not skip."""
     wanted = [site for site in sites if not isinstance(site, AttentionSite) and not recipe.skips(site.name)]
-    curves = {}
     with observer.stage("error curves", len(wanted), "sites") as advance:
-        for site in wanted:
-            curves[site.name] = _curve(model, site, stats, recipe)
+
+        def work(site: LinearSite) -> Curve:
+            curve = _curve(model, site, stats, recipe)
             advance(1)
-    return curves
+            return curve
+
+        found = workers.current().map(work, wanted, lambda site: cost_of(site, stats.samples))
+    return {site.name: curve for site, curve in zip(wanted, found, strict=True)}
 
 
 def _curve(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe) -> Curve:

@@ -6,7 +6,7 @@ Nothing is trained, and models are tried as they are before the refit, which cos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -25,7 +25,7 @@ from corp.planning.output import OutputPlan, plan_output
 from corp.planning.plan import Plan
 from corp.planning.planners import pairs_of_all, sketch_site
 from corp.recipe import UNIFORM, Recipe
-from corp.sites import projection_at
+from corp.sites import Sites, projection_at
 from corp.surgery.apply import narrowed_shell
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -36,6 +36,8 @@ QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
 STRONGER = 10.0  # times the ridge, tried where tokens are few
+RANKINGS = 4  # rankings and ridges that are compared where tokens are few
+USUAL = 3  # steps that a search for one share takes
 JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
@@ -48,12 +50,22 @@ def samples_needed(recipe: Recipe) -> int:
     return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
 
 
+def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int:
+    """About how many models a search makes, from the tokens that are fitted at every site."""
+    few = any(tokens[site.name] < TOKENS_PER_CHANNEL * site.width for site in sites.mlp if not recipe.skips(site.name))
+    judged = RANKINGS if few and _doubtful(recipe) else 0
+    if recipe.min_agreement is not None:
+        return judged + STEPS
+    climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
+    return judged + (len(POWERS) + climbed + 1 if recipe.searches else 0)
+
+
 def most_trials(recipe: Recipe) -> int:
     """How many models a search makes at the most."""
     if recipe.min_agreement is not None:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
-    return 4 + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+    return RANKINGS + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
@@ -104,9 +116,13 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
     found = first.allocate(rule)
     known: dict[tuple[str, float], float] = {}
+    stronger = Allocator(
+        first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given
+    )
     for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
-        paths = found.paths if ridge == asked.ridge else {}
-        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found._replace(paths=paths))
+        if found.paths and (rank, ridge) == (asked.rank, stronger.recipe.ridge):
+            found = found._replace(paths={name: curve.path for name, curve in stronger.curves.items() if curve.path})
+        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found)
         known[rank, ridge] = tried.divergence().value
         first.observer.note(f"rank {rank}, ridge {ridge:g}: divergence {known[rank, ridge]:.3f}")
     rank, ridge = min(known, key=lambda key: known[key])
@@ -117,8 +133,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
         f"held-out batches than rank={asked.rank!r} with ridge={asked.ridge:g}, and was used; calibrate on more data"
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
-    same = ridge == asked.ridge  # error curves depend on the ridge, not on the ranking
-    allocator = first if same else Allocator(first.model, first.sites, first.stats, recipe, first.observer, first.given)
+    allocator = first if ridge == asked.ridge else stronger  # error curves depend on the ridge, not on the ranking
     return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}
 
 
@@ -141,9 +156,10 @@ class Trials:
 def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
     """A model of these widths that shares all tensors it can with the allocator's: for trials."""
     model, sites, stats = allocator.model, allocator.sites, allocator.stats
-    pairs, paths = pairs_of_all(sites, found.widths, stats, recipe), found.paths
+    paths, nested = found.paths, allocator.nested
+    pairs = pairs_of_all(sites, found.widths, stats, recipe)
     plans = tuple(
-        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), pairs.get(site.name))
+        sketch_site(model, site, keep, stats, recipe, paths.get(site.name), nested.get(site.name), pairs.get(site.name))
         for site in sites
         if (keep := found.widths[site.name]) < site.width
     )

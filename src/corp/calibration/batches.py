@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from corp.calibration.threads import shared
 from corp.errors import DataError
 
 MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
@@ -37,30 +39,31 @@ def feed(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     return run(model, move(batch, *placement(model)) if forward is None else batch, forward)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     """Eval mode inside; afterwards every module is in the mode it came in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+
+    def change(module: nn.Module) -> Callable[[], None]:
+        mode, module.training = module.training, False
+        return lambda: setattr(module, "training", mode)
+
+    return shared({("mode", id(module)): partial(change, module) for module in model.modules()})
 
 
-@contextmanager
-def without_cache(*loaded: nn.Module) -> Iterator[None]:
+def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
     """Inside, language models do not keep their keys and values: gigabytes that only generation has a use for."""
     every: list[Any] = [getattr(model, "config", None) for model in loaded]
-    configs = [config for config in every if getattr(config, "use_cache", False)]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in configs:
-            config.use_cache = True
+
+    def change() -> Callable[[], None]:
+        configs = [config for config in every if getattr(config, "use_cache", False)]
+
+        def keep(wanted: bool) -> None:
+            for config in configs:
+                config.use_cache = wanted
+
+        keep(False)
+        return lambda: keep(True)
+
+    return shared({("cache", *map(id, every)): change})
 
 
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -69,10 +72,15 @@ def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return first.device, first.dtype
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def uncompiled() -> AbstractContextManager[None]:
     """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+
+    def change() -> Callable[[], None]:
+        stance = ExitStack()
+        stance.enter_context(torch.compiler.set_stance("force_eager"))
+        return stance.close
+
+    return shared({"stance": change})
 
 
 def inputs_of(batch: Any) -> Any:
@@ -95,6 +103,16 @@ def size_of(batch: Any) -> int:
     values = list(batch.values()) if isinstance(batch, Mapping) else [batch]
     first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
     return 1 if first is None else len(first)
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """The first `count` samples of a batch; all of one whose tensors are not of one length."""
+    batch = inputs_of(batch)
+    parts = batch if isinstance(batch, Mapping) else {"": batch}
+    if any(not isinstance(part, Tensor) or part.dim() == 0 or len(part) != size_of(batch) for part in parts.values()):
+        return batch
+    some = {key: part[:count] for key, part in parts.items()}
+    return some if isinstance(batch, Mapping) else some[""]
 
 
 def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:

@@ -138,25 +138,30 @@ class Grams:
         self.kron = None if self.kron is None else self.kron.to(device)
         self.centred_kron = None if self.centred_kron is None else self.centred_kron.to(device)
 
+    @property
+    def _wide(self) -> torch.dtype:
+        """The dtype of fits: float64 unless these sums were moved to a place without it."""
+        return self._key_mean[0].dtype if self._key_mean else torch.float64
+
     def fold(self) -> None:
         """Move the entries held one by one into the sum of Kronecker products."""
         if not self._q:
             return
         if self.kron is None or self.centred_kron is None:
             t, device = packed_size(self.width), self._q[0].device
-            self.kron, self.centred_kron = torch.zeros(2, self.heads, t, t, dtype=torch.float64, device=device)
+            self.kron, self.centred_kron = torch.zeros(2, self.heads, t, t, dtype=self._wide, device=device)
         for h in range(self.heads):
-            q = _of_head(self._q, h).mT
+            q = _of_head(self._q, h, self._wide).mT
             self.kron[h].addmm_(self._keys_of(h, centred=False), q)
             self.centred_kron[h].addmm_(self._keys_of(h, centred=True), q)
         self._q, self._k, self._key_mean, self._keys, self._pending = [], [], [], [], 0
 
     def _keys_of(self, h: int, *, centred: bool) -> Tensor:
-        """The packed Grams (t, b) of head h's keys in float64, about their mean or as they are: plus n m m^T."""
-        gram = _of_head(self._k, h)
+        """The packed Grams (t, b) of head h's keys, about their mean or as they are: plus n m m^T."""
+        gram = _of_head(self._k, h, self._wide)
         if centred:
             return gram
-        mean, (rows, columns) = _of_head(self._key_mean, h), triangle(self.width, gram.device)
+        mean, (rows, columns) = _of_head(self._key_mean, h, self._wide), triangle(self.width, gram.device)
         return gram.addcmul_(mean[rows], (mean * torch.cat(self._keys))[columns])
 
     @property
@@ -165,13 +170,13 @@ class Grams:
         return bool(torch.isfinite(self._trace))
 
     def head(self, h: int, *, centred: bool = False) -> HeadGrams:
-        """The sums of one head, in float64; with keys `centred` within their entry, only what softmax notices."""
+        """The sums of one head; with keys `centred` within their entry, only what softmax notices."""
         if self.entries == 0:
             raise StatisticsError("no samples were seen at this site")
         if self.kron is not None and self.centred_kron is not None:
             self.fold()
             return FoldedHead(self.width, (self.centred_kron if centred else self.kron)[h])
-        return SampledHead(self.width, _of_head(self._q, h), self._keys_of(h, centred=centred))
+        return SampledHead(self.width, _of_head(self._q, h, self._wide), self._keys_of(h, centred=centred))
 
     def gram_sums(self) -> tuple[Tensor, Tensor] | None:
         """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded: the Kronecker sum holds neither."""
@@ -235,9 +240,9 @@ def folds_after(width: int) -> int:
     return 2 * packed_size(width)
 
 
-def _of_head(parts: list[Tensor], h: int) -> Tensor:
-    """Head h of entries (b, H, t) each, one column per entry, in float64: (t, b), a copy."""
-    return torch.cat([part[:, h] for part in parts]).double().mT.clone(memory_format=torch.contiguous_format)
+def _of_head(parts: list[Tensor], h: int, dtype: torch.dtype) -> Tensor:
+    """Head h of entries (b, H, t) each, one column per entry: (t, b), a copy."""
+    return torch.cat([part[:, h] for part in parts]).to(dtype).mT.clone(memory_format=torch.contiguous_format)
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

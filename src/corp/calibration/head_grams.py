@@ -26,20 +26,24 @@ class SampledHead(NamedTuple):
         """H (d, d) = sum_b g_q g_k."""
         return _at_identity(self.normal())
 
+    def cross_of(self, kept: Tensor, pruned: Tensor) -> Tensor:
+        """h (S, S) = sum_b g_q,SP g_k,PS."""
+        places = packed_index(self.width, self.q.device)[kept[:, None], pruned]  # (S, P)
+        return self.q[places].flatten(1) @ self.k[places].flatten(1).mT
+
     def normal_of(self, kept: Tensor) -> Entries:
         """M -> sum_b g_q,SS M g_k,SS, for the kept dimensions."""
         positions = _packed_positions(self.width, kept.to(self.q.device))
         return Entries(self.q[positions], self.k[positions], len(kept), len(kept))
 
+    def single(self) -> SampledHead:
+        """These sums in float32."""
+        return self._replace(q=self.q.float(), k=self.k.float())
+
     def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Entries:
         """X -> sum_b (A g_q A^T) X (B g_k B^T); without a map that side stays as it is."""
-        q, k = (p if M is None else map_packed(p, self.width, M) for p, M in ((self.q, A), (self.k, B)))
+        q, k = (p if M is None else map_packed(p, self.width, M.to(p)) for p, M in ((self.q, A), (self.k, B)))
         return Entries(q, k, *(self.width if M is None else len(M) for M in (A, B)))
-
-    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
-        """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
-        mapped = self.normal(A, B)
-        return unpack((mapped.L * mapped.R).sum(1), len(A))
 
 
 class FoldedHead(NamedTuple):
@@ -56,21 +60,26 @@ class FoldedHead(NamedTuple):
         """As SampledHead.cross."""
         return _at_identity(self.normal())
 
+    def cross_of(self, kept: Tensor, pruned: Tensor) -> Tensor:
+        """As SampledHead.cross_of."""
+        places = packed_index(self.width, self.kron.device)[kept[:, None], pruned]  # (S, P)
+        return self.kron[places[None], places[:, None]].sum(-1)
+
     def normal_of(self, kept: Tensor) -> Folded:
         """As SampledHead.normal_of."""
         positions = _packed_positions(self.width, kept.to(self.kron.device))
         return Folded(self.kron[positions[:, None], positions], len(kept), len(kept))
 
+    def single(self) -> FoldedHead:
+        """As SampledHead.single."""
+        return self._replace(kron=self.kron.float())
+
     def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Folded:
         """As SampledHead.normal."""
-        kron = self.kron if B is None else map_packed(self.kron, self.width, B)
+        kron = self.kron if B is None else map_packed(self.kron, self.width, B.to(self.kron))
         if A is not None:
-            kron = map_packed(kron.mT.contiguous(), self.width, A).mT.contiguous()
+            kron = map_packed(kron.mT.contiguous(), self.width, A.to(kron)).mT.contiguous()
         return Folded(kron, *(self.width if M is None else len(M) for M in (A, B)))
-
-    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
-        """As SampledHead.mapped_energy."""
-        return unpack(self.normal(A, B).P.diagonal(), len(A))
 
 
 HeadGrams: TypeAlias = SampledHead | FoldedHead

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-from corp.calibration.batches import size_of
+from corp.calibration.batches import enumerate_batches, size_of
 
 EVERY = 8  # one in so many is held out, more of very few
 FIRST = 1  # the first of them: of two batches, one is fitted and one is held out
@@ -45,6 +45,11 @@ class HeldBatches:
         if self.wants(index):
             self.batches.append(batch)
             self.last = index
+
+    def collect(self, batches: Iterable[Any]) -> None:
+        """Read the batches that are wanted, where no calibration passes them."""
+        for index, _, batch in enumerate_batches(batches, self.wants):
+            self.offer(index, batch)
 
 
 def batch_count(batches: Iterable[Any]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, SiteSums, Sums
+from corp.calibration.threads import here, shared
 from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
 from corp.errors import StatisticsError
 from corp.numerics.rotary import rotate
@@ -119,7 +120,7 @@ class Collector:
                 x = as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
                 self._current(site.name, Moments).see_stream(real_tokens(x, fitting(mask, x, site.mask)))
 
-        return [model.get_submodule(name).register_forward_hook(after)]
+        return [model.get_submodule(name).register_forward_hook(here(after))]
 
     def _set_shift(self, name: str) -> Callable[[Tensor, Tensor | None], None]:
         def see(x: Tensor, mask: Tensor | None) -> None:
@@ -141,7 +142,7 @@ class Collector:
             x = as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
             see(x, fitting(mask, x, site.mask))
 
-        return model.get_submodule(site.down).register_forward_pre_hook(hook)
+        return model.get_submodule(site.down).register_forward_pre_hook(here(hook))
 
     def _before_multihead(
         self, model: nn.Module, site: ValueSite, see: Callable[[Tensor, Tensor | None], None]
@@ -153,7 +154,7 @@ class Collector:
             z = as_batch(z if module.batch_first or z.dim() == 2 else z.transpose(0, 1))
             see(z, padding(site.name, bound(module, args, kwargs), z)[0])
 
-        handle: RemovableHandle = module.register_forward_pre_hook(before, with_kwargs=True)
+        handle: RemovableHandle = module.register_forward_pre_hook(here(before), with_kwargs=True)
         return handle
 
     def watch_queries(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
@@ -176,7 +177,9 @@ class Collector:
                 self.add(site, q, k, *masks, bool(site.causal), *angles)
 
         def hook(module: str) -> RemovableHandle:
-            return model.get_submodule(module).register_forward_hook(lambda _m, _args, output: after(module, output))
+            return model.get_submodule(module).register_forward_hook(
+                here(lambda _m, _args, output: after(module, output))
+            )
 
         handles = [hook(module) for module in dict.fromkeys((site.q.module, site.k.module))]
         if site.rotary and (argument := site.rotary.argument):
@@ -185,7 +188,7 @@ class Collector:
             def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 angles[:] = [bound(attention, args, kwargs)[argument]]
 
-            handles.append(attention.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(attention.register_forward_pre_hook(here(before), with_kwargs=True))
         return handles
 
     def _see_kernel(self, site: Site) -> Watched:
@@ -214,7 +217,7 @@ class Collector:
             q, k = (project(module, rows, as_batch(x)) for rows, x in ((site.q, query), (site.k, key)))
             self.add(site, q, k, *padding(site.name, call, k), is_causal(call, q.shape[1], k.shape[1]))
 
-        return [module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [module.register_forward_pre_hook(here(before), with_kwargs=True)]
 
     def add(
         self,
@@ -278,15 +281,15 @@ def _read_at_kernel(site: Site) -> bool:
     return isinstance(site, AttentionSite) and site.rotary is not None and site.rotary.argument is None
 
 
-@contextmanager
-def without_fast_path() -> Iterator[None]:
+def without_fast_path() -> AbstractContextManager[None]:
     """Inside, torch.nn's layers call their parts one by one, as hooks need it."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+
+    def change() -> Callable[[], None]:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return lambda: torch.backends.mha.set_fastpath_enabled(fast)
+
+    return shared({"fast path": change})
 
 
 @contextmanager

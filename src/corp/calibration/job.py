@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -57,6 +58,20 @@ class Settings:
         if self.offload not in (None, *PLACES):
             raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
 
+    def tokens_of(self, width: int, samples: int | None) -> int:
+        """Tokens per sample where `width` channels are modelled; 0 takes all."""
+        if isinstance(self.tokens, int):
+            return self.tokens
+        return 0 if self.tokens == "all" else enough_tokens(width, samples)
+
+
+class Recording(Protocol):
+    """Wants some batches run under its eyes; refit.recording has one."""
+
+    def wants(self, index: int) -> bool: ...
+
+    def record(self, batch: Any, run_model: Callable[[], None]) -> None: ...
+
 
 @dataclass
 class Job:
@@ -72,6 +87,7 @@ class Job:
     observer: Observer = SILENT
     held: HeldBatches | None = None  # gets some of the held-out batches, for trials
     workers: Workers = field(default_factory=Workers)
+    recording: Recording | None = None  # sees the passes that it wants, so that they need not be run again
 
     def __post_init__(self) -> None:
         first = next(self.model.parameters(), torch.empty(0))
@@ -83,13 +99,8 @@ class Job:
         if not self.settings.causal:
             self.origin = {**self.origin, "causal": False}
         self.inputs: Any = None
-        self.tokens = {s.name: self._tokens_of(s.inputs) for s in self.sites if not isinstance(s, AttentionSite)}
-
-    def _tokens_of(self, width: int) -> int:
-        """Tokens per sample where `width` channels are modelled; 0 takes all."""
-        if isinstance(self.settings.tokens, int):
-            return self.settings.tokens
-        return 0 if self.settings.tokens == "all" else enough_tokens(width, self.total)
+        of = self.settings.tokens_of
+        self.tokens = {s.name: of(s.inputs, self.total) for s in self.sites if not isinstance(s, AttentionSite)}
 
     def groups(self, record: Path | None = None) -> list[list[Site | OutputHead]]:
         """Sites per pass over the data, announced when it takes more than one.
@@ -136,7 +147,7 @@ class Job:
                 "in: pass out=... (or more memory)"
             )
         collector, samples = self._pass(groups[0], None)
-        sums = {name: self.workers.add_up(part) for name, part in collector.sums.items()}
+        sums = {name: self.workers.share(self.workers.add_up(part)) for name, part in collector.sums.items()}
         return Statistics(sums, samples, self.weights, self.inputs, self.origin)
 
     def run_in_folder(self, out: Path) -> Statistics:
@@ -212,8 +223,6 @@ class Job:
         total = sum(self.workers.gather(samples))
         if total == 0:
             raise DataError("no calibration data: `batches` was empty (an iterator can be used only once)")
-        for sums in collector.sums.values():
-            sums.to(torch.device("cpu"))
         return collector, total
 
     def _feed(self, collector: Collector, checkpoint: Checkpoint | None) -> int:
@@ -239,7 +248,10 @@ class Job:
                     collector.cursor.sample = start
                     collector.cursor.held = self.rule.holds(index)
                     collector.cursor.size = count = size_of(batch)
-                    self._run(batch)
+                    if self.recording is not None and self.recording.wants(index):
+                        self.recording.record(batch, partial(self._run, batch))
+                    else:
+                        self._run(batch)
                     samples += count
                     self.progress(count)
                     if checkpoint:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from corp.calibration.threads import here
 from corp.sites import AttentionSite
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -76,7 +77,10 @@ def watching_kernel(model: nn.Module, watched: Iterable[Watched]) -> Iterator[No
             watch.running.pop()
 
         module = model.get_submodule(one.site.attention)
-        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
+        handles += [
+            module.register_forward_pre_hook(here(before)),
+            module.register_forward_hook(here(after), always_call=True),
+        ]
     try:
         if handles:
             with watch:

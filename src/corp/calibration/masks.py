@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from corp.calibration.threads import here
 from corp.errors import StatisticsError
 from corp.sites import AttentionSite, Mask, OutputHead, Site
 
@@ -53,7 +54,7 @@ class Masks:
                 except StatisticsError as error:
                     self._seen[name, argument] = error
 
-        return module.register_forward_pre_hook(before, with_kwargs=True)
+        return module.register_forward_pre_hook(here(before), with_kwargs=True)
 
 
 def bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

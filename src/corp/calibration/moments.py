@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ class Moments:
 
     Over all tokens: how many, sum y, sum y^2 (cheap; they rank channels and give the bias). Over all or a sample of
     them: n, sum y, sum y y^T and how often |x| > eps (the fit needs no more than enough of them). And how large the
-    stream is that the layer's output is added to: sum ||r||^2 and how many tokens.
+    stream is that the layer's output is added to: sum log ||r||^2 and how many tokens.
     Products are float32 (float64 for float64 models), sums float64. The shift is the first batch's mean
     unless one is set: without it a large mean would drown a small variance.
     """
@@ -38,14 +40,18 @@ class Moments:
 
     def see_stream(self, r: Tensor) -> None:
         """Add tokens r (N, o) of the stream that the layer adds to."""
-        square = torch.linalg.vector_norm(r if r.dtype == torch.float64 else r.float()).double().square()
-        self.stream += torch.stack([square, square.new_tensor(float(len(r)))]).to(self.stream)
+        norms = torch.linalg.vector_norm(r if r.dtype == torch.float64 else r.float(), dim=-1).double()
+        logs = 2 * norms.clamp(min=torch.finfo(torch.float32).tiny).log().sum()
+        self.stream += torch.stack([logs, logs.new_tensor(float(len(r)))]).to(self.stream)
 
     @property
     def stream_energy(self) -> float | None:
-        """E||r||^2 of that stream; None where it was not seen."""
-        square, tokens = self.stream.tolist()
-        return square / tokens if tokens else None
+        """The geometric mean of ||r||^2 of that stream; None where it was not seen.
+
+        In language models the first token of a text may have more than all others together, which then tells nothing.
+        """
+        logs, tokens = self.stream.tolist()
+        return math.exp(logs / tokens) if tokens else None
 
     def update(self, x: Tensor, sample: Tensor | None = None) -> None:
         """Add the tokens x (N, D), the products of `sample` (n, D) only, if given."""
@@ -106,9 +112,8 @@ class Moments:
 
     def cov(self) -> Tensor:
         """E[(x - mu)(x - mu)^T] (D, D)."""
-        upper = self.outer.triu()
         delta = self.total / self._count()
-        return (upper + upper.triu(1).mT) / self.n - torch.outer(delta, delta)
+        return mirrored((self.outer / self.n).addr_(delta, delta, alpha=-1))
 
     @property
     def variance(self) -> Tensor:
@@ -224,6 +229,16 @@ def add_products(into: list[Tensor], y: Tensor) -> None:
         return
     for start, block in zip(starts, into, strict=True):
         block.addmm_(y[:, start : start + BLOCK].mT, y[:, start:])
+
+
+def mirrored(upper: Tensor) -> Tensor:
+    """The symmetric matrix whose upper triangle is known in row blocks, in place."""
+    for start in range(0, len(upper), BLOCK):
+        stop = min(start + BLOCK, len(upper))
+        own = upper[start:stop, start:stop].triu()
+        upper[start:stop, start:stop] = own + own.triu(1).mT
+        upper[stop:, start:stop] = upper[start:stop, stop:].mT
+    return upper
 
 
 def sum_device(x: Tensor) -> torch.device:

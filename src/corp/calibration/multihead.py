@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -14,14 +15,11 @@ from corp.sites import Rows
 
 
 def averages(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection: it is run once
-    more with the identity for it."""
-    projection = module.out_proj
-    module.out_proj = _identity(projection.in_features, like=projection.weight)
-    try:
-        z: Tensor = module.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
-    finally:
-        module.out_proj = projection
+    """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection: a shallow copy
+    of it is run once more, with the identity for that."""
+    projection, twin = module.out_proj, copy.copy(module)
+    twin._modules = {**module._modules, "out_proj": _identity(projection.in_features, like=projection.weight)}
+    z: Tensor = twin.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
     return z
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from corp.calibration.moments import Moments
 from corp.calibration.pairs import PairSums
 from corp.errors import StatisticsError
 from corp.files import write_tensors
+from corp.numerics.place import Place
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)
 AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"
@@ -40,10 +42,30 @@ class SiteSums(Generic[Sums]):
         self.fit.to(device)
         self.held.to(device)
 
+    def at(self, place: Place) -> SiteSums[Sums]:
+        """These sums at another place: themselves if they are there."""
+        return SiteSums(_at(self.fit, place), _at(self.held, place))
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything, flat: fit.* and held.*."""
         parts = {"fit": self.fit, "held": self.held}
         return {f"{part}.{name}": t for part, sums in parts.items() for name, t in sums.state().items()}
+
+
+def _at(sums: Sums, place: Place) -> Sums:
+    """The sums with their tensors on the place's device, those of float64 in its dtype."""
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(place.device, place.dtype if x.dtype == torch.float64 else x.dtype)
+
+    made, changed = copy.copy(sums), False
+    for name, value in vars(sums).items():
+        parts = [value] if isinstance(value, Tensor) else value if isinstance(value, list) else []
+        there = [moved(part) for part in parts]
+        changed |= any(new is not old for new, old in zip(there, parts, strict=True))
+        if parts:
+            setattr(made, name, there if isinstance(value, list) else there[0])
+    return made if changed else sums
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
 from corp.errors import StatisticsError
 from corp.files import file_in, new_folder, read_json, write_text
+from corp.numerics.place import Place
 from corp.tables import Tabular
 
 FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 4, "statistics.json"
@@ -52,7 +53,15 @@ class Statistics(Tabular):
 
     def fitted(self) -> Statistics:
         """The statistics without the held-out batches, so that models made from them can be tried on those."""
-        return replace(self, sums=_FittedSums(self.sums))
+        return replace(self, sums=_ChangedSums(self.sums, lambda _name, sums: sums.fitted()))
+
+    def at(self, places: Mapping[str, Place]) -> Statistics:
+        """The statistics with the sums of every site at its place, moved when they are asked for."""
+
+        def moved(name: str, sums: AnySums) -> AnySums:
+            return sums.at(places[name]) if name in places else sums
+
+        return replace(self, sums=_ChangedSums(self.sums, moved))
 
     def __add__(self, other: Statistics) -> Statistics:
         header = merged_header(self, other)
@@ -74,14 +83,14 @@ class Statistics(Tabular):
         return cls(StoredSums(entries, lambda file: file_in(folder, file)), **header)
 
 
-class _FittedSums(Mapping[str, AnySums]):
-    """Sums without their held-out part, made when they are asked for."""
+class _ChangedSums(Mapping[str, AnySums]):
+    """Sums that are changed when they are asked for."""
 
-    def __init__(self, sums: Mapping[str, AnySums]) -> None:
-        self._sums = sums
+    def __init__(self, sums: Mapping[str, AnySums], change: Callable[[str, AnySums], AnySums]) -> None:
+        self._sums, self._change = sums, change
 
     def __getitem__(self, name: str) -> AnySums:
-        return self._sums[name].fitted()
+        return self._change(name, self._sums[name])
 
     def __contains__(self, name: object) -> bool:
         return name in self._sums  # Mapping's own would read a file to find out

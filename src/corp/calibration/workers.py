@@ -1,11 +1,11 @@
-"""Several processes, one calibration: who takes which batch, and adding up what they found (torch.distributed)."""
+"""Several processes, one run: who takes which batch or site, and adding up what they found (torch.distributed)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from corp.calibration.site_sums import AnySums, added, entry_of
 from corp.errors import CorpError, StatisticsError
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 class Workers:
@@ -33,7 +36,7 @@ class Workers:
         dist.all_gather_object(said, problem, group=self._group)
         failed = [f"worker {rank}: {text}" for rank, text in enumerate(said) if text]
         if failed:
-            raise StatisticsError(f"calibration failed on {len(failed)} of {self.world} workers; {failed[0]}")
+            raise StatisticsError(f"the run failed on {len(failed)} of {self.world} workers; {failed[0]}")
 
     def gather(self, value: Any) -> list[Any]:
         """One small value from everybody, in order of rank."""
@@ -43,25 +46,54 @@ class Workers:
         dist.all_gather_object(values, value, group=self._group)
         return list(values)
 
+    def map(self, work: Callable[[Item], Made], items: Sequence[Item], cost: Callable[[Item], float]) -> list[Made]:
+        """work(item) of all items, in order, on every worker; they are dealt out by predicted cost, dearest first.
+
+        Each item is worked on by one worker, whose tensors the others get: the same bits as one process has.
+        """
+        if self.world == 1:
+            return [work(item) for item in items]
+        owners = dealt([cost(item) for item in items], self.world)
+        mine: dict[int, Made] = {}
+        problem = None
+        try:
+            mine = {number: work(item) for number, item in enumerate(items) if owners[number] == self.rank}
+        except CorpError as error:
+            problem = str(error)
+        self.agree(problem)
+        every = self.gather(mine)
+        return [every[owner][number] for number, owner in enumerate(owners)]
+
+    def share(self, sums: AnySums) -> AnySums:
+        """The sums of rank 0, on every worker."""
+        if self.world == 1:
+            return sums
+        if self.rank != 0:
+            return entry_of(sums, "").build(self._receive(0))
+        for other in range(1, self.world):
+            self._send(sums, other)
+        return sums
+
     def add_up(self, sums: AnySums) -> AnySums:
         """The sum over all workers on rank 0 (added in order of rank, so always the same bits); others keep theirs."""
         if self.world == 1:
             return sums
+        sums.to(torch.device("cpu"))
         if self.rank != 0:
-            self._send(sums)
+            self._send(sums, 0)
             return sums
         entry = entry_of(sums, "")
         for source in range(1, self.world):
             sums = added(sums, entry.build(self._receive(source)))
         return sums
 
-    def _send(self, sums: AnySums) -> None:
+    def _send(self, sums: AnySums, to: int) -> None:
         tensors = {name: t.cpu().contiguous() for name, t in sums.tensors().items()}
         header = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
-        dist.send_object_list([header], dst=0, group=self._group)
+        dist.send_object_list([header], dst=to, group=self._group)
         for tensor in tensors.values():
             if tensor.numel():
-                dist.send(tensor, dst=0, group=self._group)
+                dist.send(tensor, dst=to, group=self._group)
 
     def _receive(self, source: int) -> dict[str, Tensor]:
         box: list[Any] = [None]
@@ -72,6 +104,15 @@ class Workers:
             if tensors[name].numel():
                 dist.recv(tensors[name], src=source, group=self._group)
         return tensors
+
+
+def dealt(costs: Sequence[float], workers: int) -> list[int]:
+    """Who does what: the dearest first, each to the worker with the least to do."""
+    load, owners = [0.0] * workers, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        owners[number] = load.index(min(load))
+        load[owners[number]] += costs[number]
+    return owners
 
 
 def current() -> Workers:

@@ -148,11 +148,15 @@ class Source:
 
 
 def require_model(name: str) -> None:
-    """Refuse a transformers model that is nowhere, before torch is imported."""
+    """Refuse a model that is nowhere, before torch is imported."""
     if name.startswith("hf:"):
         from corp.adapters import hub
 
         hub.require_known(name.removeprefix("hf:"))
+    elif not Path(name).exists():
+        from corp.adapters import timm_names
+
+        timm_names.require_known(name)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,9 @@ class Console(Bars):
     def note(self, message: str) -> None:
         note(in_flags(message))
 
+    def finished(self, gained: str) -> None:
+        """Leave the last line to the command, which knows where the result is."""
+
 
 @contextmanager
 def progress(what: str, total: int | None, unit: str, *, quiet: bool = False) -> Iterator[Advance]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from corp.calibration.batches import placement
+from corp.calibration.batches import Forward, placement
+from corp.cli.arguments import Source
 from corp.cli.console import note, progress, show_table
 from corp.cli.models import preprocessing_of
 from corp.errors import DataError, ModelError
@@ -173,13 +174,42 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 def sized(model: nn.Module, size: tuple[int, ...]) -> None:
     """Make a model of timm take images of this size, as loaded: its position embeddings are resampled."""
+    require_patches(model, size)
     embed: Any = getattr(model, "patch_embed", None)
     resize = getattr(model, "set_input_size", None)
-    patch = getattr(embed, "patch_size", None)
-    if patch and any(side % one for side, one in zip(size, patch, strict=True)):
-        raise DataError(f"an image size of {size[0]} x {size[1]} is no multiple of the patch size {patch[0]}")
     if callable(resize) and tuple(embed.img_size) != tuple(size):
         resize(img_size=tuple(size))
+
+
+def require_patches(model: nn.Module, size: tuple[int, ...]) -> None:
+    """Refuse an image size that is no multiple of the patches."""
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if patch and any(side % one for side, one in zip(size, patch, strict=True)):
+        raise DataError(f"an image size of {size[0]} x {size[1]} is no multiple of the patch size {patch[0]}")
+
+
+def used_with(
+    source: Source, model: nn.Module, head: Path | None, image_size: str | None
+) -> tuple[ImageBatches, Forward | None]:
+    """Calibration images at the size that a backbone is used at, and how it runs under the head that reads it."""
+    from corp.data.images import ImageBatches, choose, list_images
+
+    found, info = load_head(head) if head else (None, None)
+    transform = whole_image(source.model, model, image_size, info.image_size if info else None)
+    require_patches(model, transform.size)
+    if found is not None and info is not None:
+        WithHead(model, found, info.blocks)  # refuses a head of another width, before the data is read
+
+    def forward(backbone: nn.Module, images: Tensor) -> Tensor:
+        assert found is not None
+        assert info is not None
+        place = placement(backbone)
+        maps: Tensor = WithHead(backbone, found.to(*place), info.blocks)(images.to(*place))
+        return maps
+
+    chosen = choose(list_images(source.calib), source.samples or source.images, source.seed)
+    batches = ImageBatches(chosen, transform, batch_size=source.batch_size or BATCH, max_bad=source.max_bad)
+    return batches, None if found is None else forward
 
 
 def show_dense(content: dict[str, Any], rows: list[Row]) -> None:

@@ -54,7 +54,7 @@ def export(
         with progress(f"exporting {folder}", None, "", quiet=json):
             made = storage.export(folder, out, to=to, profile=profile, quant=quant, overwrite=overwrite, command=line)
     except StorageError:
-        _note_possible(folder)
+        _note_possible(folder, refused=to)
         raise
     if made.difference is None:
         package = {"gguf": "xllamacpp"}.get(made.target, "'corp-prune[onnx]'")
@@ -76,7 +76,7 @@ def export(
     note(f"saved to {out}; {_loading(made.load)}")
 
 
-def _note_possible(folder: Path) -> None:
+def _note_possible(folder: Path, refused: str | None) -> None:
     """Tell, after a refusal, where else this model can go."""
     from corp.storage import folder as storage
 
@@ -84,7 +84,7 @@ def _note_possible(folder: Path) -> None:
         flags = [
             "--profile compat" if target == "compat" else f"--to {target}"
             for target, reason in storage.exports(folder).items()
-            if reason is None
+            if reason is None and target != refused  # a tokenizer, say, may be what does not fit
         ]
         note(f"this model can be exported with {', '.join(flags)}")
 

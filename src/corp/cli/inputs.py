@@ -25,10 +25,7 @@ from corp.files import refuse_existing
 from corp.measure.cost import count_params
 from corp.observer import SILENT
 from corp.planning.widths import require_prunable
-from corp.recipe import KINDS, TARGETS, Recipe
-
-_REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
-_UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
+from corp.recipe import Recipe
 
 
 def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
@@ -46,12 +43,14 @@ def read_statistics(source: Source, stats: Path) -> Statistics:
     return Statistics.load(stats)
 
 
-def opened(source: Source, recipe: Recipe | None = None, settings: Settings | None = None) -> nn.Module:
+def opened(
+    source: Source, recipe: Recipe | None = None, settings: Settings | None = None, *, any_size: bool = False
+) -> nn.Module:
     """The model of the source on its device; a recipe that it cannot satisfy is refused here."""
     # An offloaded model stays on the host; its layers visit the device during calibration only.
     home = source.device if settings is None or settings.offload is None else "cpu"
     with progress(f"loading {source.model}", None, ""):
-        model = place(load_model(source.model, source.weights), home, source.dtype)
+        model = place(load_model(source.model, source.weights, any_size=any_size), home, source.dtype)
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
     return model
@@ -128,6 +127,8 @@ def require_output(out: Path, *, overwrite: bool) -> None:
     """Refuse an output that exists, and one on a disk that is full, before the long work."""
     refuse_existing(out, overwrite=overwrite)
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise DataError(f"{out} cannot be written: {there} is a file, not a folder; name another place with -o")
     if (free := shutil.disk_usage(there).free) < 1 << 20:
         raise DataError(
             f"the disk of {out} is full ({free} bytes are free): free some space, or write elsewhere with -o"
@@ -156,14 +157,3 @@ def amount(batches: Any) -> str:
     """How much data there is, in the unit that fits it."""
     tokens = getattr(batches, "tokens", None)
     return f"{batches.samples} images" if tokens is None else f"{batches.samples} sequences ({tokens} tokens)"
-
-
-def goal(recipe: Recipe) -> str:
-    """What a recipe asks for, in a few words."""
-    if recipe.min_agreement is not None:
-        return f"as far as {recipe.min_agreement:.1%} agreement with the dense model allows"
-    for name in TARGETS:
-        if (share := getattr(recipe, name)) is not None:
-            return f"to at most {share:.0%} of its {_UNITS[name]}"
-    parts = [f"{share:.0%} of its {_REMOVED[kind]}" for kind in KINDS if (share := getattr(recipe, kind))]
-    return "by " + (" and ".join(parts) or "what --override says")

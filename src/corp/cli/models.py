@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _checkpoint_dtype: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 
 
-def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> nn.Module:
+def load_model(name: str, weights: Path | None, *, pretrained: bool = True, any_size: bool = False) -> nn.Module:
     """The model that a name means: hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
     where = _hf_place(name)
     if weights is not None and (where or Path(name).is_dir()):
@@ -41,7 +41,7 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True) -> n
     timm_models.require_known(name)
     if weights is None and pretrained:
         note(f"{name}: taking timm's pretrained weights (--weights FILE takes them from a file)")
-    return timm_models.create(name, weights, pretrained=pretrained)
+    return timm_models.create(name, weights, pretrained=pretrained, any_size=any_size)
 
 
 def _hf_place(name: str) -> str | None:

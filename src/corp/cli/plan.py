@@ -44,7 +44,7 @@ def plan(
     dense, statistics = inputs.statistics(source, stats, recipe, settings)
     watch = DeploymentWatch(source, dense, deployment, settings)
     statistics = watch.calibrated(statistics)
-    note(f"planning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {statistics.samples} samples")
+    note(f"planning {inputs.described(source, dense)} {recipe.goal()}, from {statistics.samples} samples")
     planned = api.plan(dense, statistics, replace(recipe, sequential=False), observer=Console())
     shift = watch.measured(planned)
     if out is not None:

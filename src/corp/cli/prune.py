@@ -5,21 +5,24 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from corp.cli import arguments as a
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError
+from corp.errors import CorpError, DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
     from corp.api import Result
+    from corp.calibration.batches import Forward
     from corp.planning.report import Report
+    from corp.storage.export.possible import Exports
 
 
 @command
@@ -29,7 +32,10 @@ def prune(
     recipe: Recipe,
     collection: a.Collection,
     deployment: a.Deployment,
-    out: a.OutFolder,
+    out: Annotated[
+        Path | None,
+        a.option("Folder to write; it must not exist. Required, unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
+    ] = None,
     stats: a.Stats = None,
     program: Annotated[
         Literal["transformers", "vllm", "gguf", "onnx"] | None,
@@ -53,37 +59,75 @@ def prune(
         int | None,
         a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
     ] = None,
+    head: Annotated[
+        Path | None,
+        a.option("A head (.safetensors, of corp probe) that reads the backbone's patches.", a.DATA, show_default=False),
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        a.option("HEIGHTxWIDTH that the model is used at; images are not cropped.", a.DATA, show_default="the head's"),
+    ] = None,
+    dry_run: Annotated[
+        bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
+    ] = False,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
-    """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save."""
+    """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save.
+
+    Several processes share the work under torchrun: torchrun --nproc-per-node 4 -m corp prune ...
+    """
     a.require_model(source.model)
     from corp import api
+    from corp.calibration import workers
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.cli.models import as_stored
-    from corp.storage.export.possible import recipe_for
+    from corp.storage.export.possible import Exports
 
-    inputs.require_output(out, overwrite=overwrite)
+    if out is None and not dry_run:
+        raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
+    if out is not None:
+        inputs.require_output(out, overwrite=overwrite)
     if missing := [path for path in eval_data or [] if not path.exists()]:
         raise DataError(f"--eval-data {missing[0]} does not exist")
     for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
         if asked and stats is not None:
             raise DataError(f"--{option} reads the data itself: give --calib instead of --stats")
     require_given(deployment)
+    in_use = head is not None or image_size is not None
+    if in_use and (stats is not None or deployment.deploy_data):
+        raise DataError("--head and --image-size go with --calib, not with --stats or --deploy-data")
     settings = collection.settings()
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)
-    dense = inputs.opened(source, recipe)
-    recipe = recipe if program is None else recipe_for(dense, program, recipe)
-    inputs.warn_of_little_space(out, dense)
-    batches = None if known else inputs.batches_of(dense, source)
-    data = f"the statistics in {stats}" if batches is None else inputs.amount(batches)
-    note(f"pruning {inputs.described(source, dense)} {inputs.goal(recipe)}, from {data}; {exportable(dense, recipe)}")
+    dense = inputs.opened(source, any_size=in_use)
+    recipe = recipe if program is None else Exports(dense).recipe_for(program, recipe)
+    batches, forward = None, None
+    if in_use:
+        from corp.cli.eval_dense import used_with
+
+        batches, forward = used_with(source, dense, head, image_size)
+    elif known is None:
+        batches = inputs.batches_of(dense, source)
     origin = None if known else inputs.origin_of(source, dense, batches)
+    if out is None or dry_run:
+        made = api.estimate(dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin)
+        show_json(made.to_dict()) if json else show_table(*made.table())
+        for line in made.advice():
+            note(in_flags(line))
+        return
+    inputs.warn_of_little_space(out, dense)
+    with suppress(CorpError):  # what cannot be pruned at all is refused below, with its reasons
+        note(told(Exports(dense), recipe))
     watch = DeploymentWatch(source, dense, deployment, settings)
-    result = api.prune(dense, batches, recipe, stats=known, settings=settings, origin=origin, observer=watch)
+    with workers.launched() as group:
+        result = api.prune(
+            dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
+        )
+    if group.rank > 0:  # every process has the result; one saves it
+        return
     inputs.tell_skipped(batches)
     shift = watch.measured(result.plan)
     result = replace(result, model=as_stored(result.model, dense))
@@ -95,23 +139,24 @@ def prune(
     show = None
     if eval_data:
         loaded = {source.model: dense, str(out): result.model}
-        content, show = before_and_after(loaded, eval_data, eval_samples, source)
+        content, show = before_and_after(loaded, eval_data, eval_samples, source, head, image_size)
     if json:
         evaluation = {"evaluation": content} if content else {}
         show_json({"output": str(out), **result.report.to_dict(), **content_of(shift), **evaluation})
         return
     if show:
         show()
-    note(f"{gained(result.report)}; saved to {out}, load it with corp.load({str(out)!r})")
+    note_merging(dense, result, recipe, batches, forward)
+    note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
-def exportable(model: nn.Module, recipe: Recipe) -> str:
+def told(exports: Exports, recipe: Recipe) -> str:
     """Where the result can be exported to, and what would make it fit where it cannot."""
-    from corp.storage.export.possible import PROGRAMS, fits, pads_heads, targets_under
+    from corp.storage.export.possible import PROGRAMS
 
-    able = [target for target, reason in targets_under(model, recipe).items() if reason is None]
-    said = [f"{target} (heads padded)" if pads_heads(model, target, recipe) else target for target in able]
-    more = [name for name, target in PROGRAMS.items() if target not in able and fits(model, name, recipe)]
+    able = [target for target, reason in exports.under(recipe).items() if reason is None]
+    said = [f"{target} (heads padded)" if exports.pads_heads(target, recipe) else target for target in able]
+    more = [name for name, target in PROGRAMS.items() if target not in able and exports.fits(name, recipe)]
     return f"exports: {', '.join(said) or 'none'}" + (f"; with --for also {', '.join(more)}" if more else "")
 
 
@@ -129,33 +174,57 @@ def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, over
 
 
 def before_and_after(
-    loaded: dict[str, nn.Module], data: list[Path], samples: int | None, source: a.Source
+    loaded: dict[str, nn.Module],
+    data: list[Path],
+    samples: int | None,
+    source: a.Source,
+    head: Path | None = None,
+    image_size: str | None = None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """What corp eval says of the two models, and how to show it."""
-    from corp.cli import eval_images, eval_text
+    from corp.cli import eval_dense, eval_images, eval_text
     from corp.cli.models import IMAGE, kind_of
 
+    if head is not None:
+        options = eval_dense.Options(None, head, data, image_size=image_size, samples=samples, seed=source.seed)
+        found, maps = eval_dense.evaluate_dense(loaded, options)
+        return found, lambda: eval_dense.show_dense(found, maps)
     if kind_of(next(iter(loaded.values()))) == IMAGE:
         content, images = eval_images.evaluate_images(
             loaded, data, None, samples, source.batch_size, source.seed, source.max_bad
         )
         return content, lambda: eval_images.show_images(content, images)
-    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    content, rows = eval_text.evaluate_texts(loaded, options)
+    texts = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
+    content, rows = eval_text.evaluate_texts(loaded, texts)
     return content, lambda: eval_text.show_texts(content, rows)
 
 
 def show_report(report: Report) -> None:
     from corp.planning.plan import COLUMNS
-    from corp.planning.report import TOTALS
+    from corp.planning.report import STAGES, TOTALS
     from corp.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
+    if stages := report.stages():
+        show_table("estimate and outcome", STAGES, stages)
     for line in explained(report.plan.why):
         note(line)
 
 
-def gained(report: Report) -> str:
-    """What pruning gained, in one line."""
-    return ", ".join(f"{before} -> {after} {what} (x {ratio})" for what, before, after, ratio in report.totals())
+def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any, forward: Forward | None) -> None:
+    """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
+    from corp.adapters.registry import find_sites
+    from corp.cli.models import IMAGE, kind_of
+    from corp.refit.tokens import offer_merging
+
+    target = recipe.target_macs or recipe.target_latency
+    if target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
+        return
+    offer = offer_merging(dense, find_sites(dense), result.model, target, batches, forward)
+    if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
+        merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
+        note(
+            f"merging tokens instead, at {target:g} of the operations and before any fit: {merged:.1f} % rather than "
+            f"{pruned:.1f} % {offer.merged.what} on {offer.samples} held-out samples; --merge-tokens does both"
+        )

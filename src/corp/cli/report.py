@@ -71,7 +71,20 @@ def read_run(folder: Path) -> Run:
     counts = read_json(file_in(folder, REPORT))
     if not isinstance(counts, dict) or (params := _pair(counts.get("params"))) is None:
         raise StorageError(f"{folder / REPORT} does not count the parameters before and after; save the run again")
-    return Run(folder.resolve().name, manifest, Report(plan, params, _pair(counts.get("macs"))))
+    return Run(
+        folder.resolve().name, manifest, Report(plan, params, _pair(counts.get("macs")), _times(counts.get("run")))
+    )
+
+
+def _times(raw: object) -> dict[str, Any] | None:
+    """The record of estimated and measured times, if it is one."""
+    stages = raw.get("stages") if isinstance(raw, dict) else None
+    if not isinstance(stages, list) or not all(isinstance(one, dict) for one in stages):
+        return None
+    kept = [
+        {"stage": str(one.get("stage")), **{k: number(one.get(k)) for k in ("estimated", "seconds")}} for one in stages
+    ]
+    return {"stages": kept} if all(None not in one.values() for one in kept) else None
 
 
 def _pair(raw: object) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from corp.calibration.masks import bound
 from corp.calibration.pairs import PAIR_BLOCKS, looked_at_of
 from corp.calibration.query_blocks import query_blocks, same_lengths, with_key_grams
 from corp.calibration.statistics import Statistics
+from corp.calibration.threads import here
 from corp.errors import ModelError
 from corp.numerics import rotary
 from corp.planning.plan import SitePlan
@@ -81,7 +82,7 @@ def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], An
         q, k, _ = module.rotated(call["hidden_states"], call[argument])
         seen.append(Heads(q, k))
 
-    with removing([module.register_forward_pre_hook(before, with_kwargs=True)]):
+    with removing([module.register_forward_pre_hook(here(before), with_kwargs=True)]):
         run()
     return seen[0]
 

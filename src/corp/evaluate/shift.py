@@ -82,7 +82,7 @@ def _site_shift(
             layer_of(down, part.moments_of(site.name).total(), planned.intercept) for part in (stats, deployment)
         )
         mean, spread = _apart(here, there_)
-        found = _linear(model, site, planned, stats, here, there_, recipe)
+        found = _linear(site, planned, stats, here, there_, recipe)
     expected = (1 + planned.overfit) * _share(found.calibrated, found.energy)
     deployed, best, bound = (
         None if value is None else _share(value, found.deployed_energy)
@@ -101,7 +101,6 @@ def _apart(here: Layer, there: Layer) -> tuple[float, float]:
 
 
 def _linear(
-    model: nn.Module,
     site: LinearSite,
     planned: SitePlan,
     stats: Statistics,
@@ -113,8 +112,7 @@ def _linear(
     if isinstance(site, MLPSite):
         (kept,) = planned.indices()
     else:
-        moments, down = stats.moments_of(site.name).total(), projection_at(model, site.down)
-        basis = choose(site, planned.keep, down, moments, recipe, planned.intercept).basis
+        basis = choose(site, planned.keep, here, stats.moments_of(site.name).total(), recipe).basis
         kept = values.kept_inputs(planned.indices(), site.width, site.heads)
         if basis is not None:
             here, there = (Layer(*values.turn(*layer, basis, site.heads)) for layer in (here, there))

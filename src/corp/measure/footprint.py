@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,17 @@ def _allocations(seen: profile) -> list[tuple[float, int]]:
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return [(event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
+
+
+def resident_bytes(device: torch.device, *, peak: bool = False) -> int:
+    """What this process holds now, or has held at the most; on a GPU what torch holds there. 0 if that is unknown."""
+    if device.type == "cuda":
+        return int((torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated)(device))
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return 0
+    found = re.search(rf"Vm{'HWM' if peak else 'RSS'}:\s+(\d+) kB", status.read_text())
+    return int(found[1]) * 1024 if found else 0
 
 
 @contextmanager

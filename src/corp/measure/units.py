@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.masks import bound
+from corp.calibration.threads import here
 from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of, projection_at, rows_of
 
 
@@ -39,6 +40,20 @@ def unit_costs(
     sites = list(sites)
     seen = {} if batch is None else _watch(model, sites, batch, forward)
     return {site.name: _unit(model, site, seen) for site in sites}
+
+
+def tokens_at(model: nn.Module, sites: Iterable[Site], batch: Any, forward: Forward | None = None) -> dict[str, int]:
+    """How many tokens pass every site in one pass over `batch`; of attention, how many queries."""
+    sites = list(sites)
+    seen = _watch(model, sites, batch, forward)
+    return {site.name: seen.get(_read(site), _Seen(0, 0)).tokens for site in sites}
+
+
+def _read(site: Site) -> str:
+    """Under which name the site's tokens are noted."""
+    if isinstance(site, MLPSite):
+        return site.down
+    return _values(site)[1] if isinstance(site, ValueSite) else _queries(site)[0]
 
 
 def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
@@ -90,7 +105,9 @@ def _watch(model: nn.Module, sites: list[Site], batch: Any, forward: Forward | N
     def watch(name: str) -> RemovableHandle:
         module: Any = model.get_submodule(name)
         if not isinstance(getattr(module, "in_proj_weight", None), Tensor):
-            handle: RemovableHandle = module.register_forward_hook(lambda _module, _args, output: note(name, output))
+            handle: RemovableHandle = module.register_forward_hook(
+                here(lambda _module, _args, output: note(name, output))
+            )
             return handle
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,7 +115,7 @@ def _watch(model: nn.Module, sites: list[Site], batch: Any, forward: Forward | N
             for side, x in (("q", call["query"]), ("k", call["key"])):
                 note(f"{name} {side}", x if module.batch_first or x.dim() == 2 else x.transpose(0, 1))
 
-        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        handle = module.register_forward_pre_hook(here(before), with_kwargs=True)
         return handle
 
     handles = [watch(name) for name in dict.fromkeys(name for site in sites for name in layers_of(site))]

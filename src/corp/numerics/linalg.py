@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from corp.errors import SingularSystemError
+from corp.numerics.place import Place
 
 # "lambda -> 0+" in floating point, relative: the first of these at which the system is positive definite. Sums of
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems.
 VANISHING = (1e-10, 1e-8, 1e-6, 1e-4)
+REFINEMENTS, LEFT = 3, 1e-6  # steps, and what may be left of the right-hand side
 MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d = 64
 
 
@@ -42,15 +44,34 @@ def cholesky(A: Tensor) -> Tensor | None:
 def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
     """X with (A + lam I) X = rhs, for A (D, D) symmetric positive semidefinite and rhs (D, K).
 
-    A dimension without variance predicts nothing: its row of X is 0, whatever lam is.
+    A dimension without variance predicts nothing: its row of X is 0, whatever lam is. In float32 the solution is
+    refined, and must leave next to nothing.
     """
-    L = cholesky(damped(A, lam))
+    regular = damped(A, lam)
+    L = cholesky(regular)
     if L is None:
         raise SingularSystemError(
             f"the system of {len(A)} kept dimensions is not positive definite at lambda={lam:g}; "
             "raise the ridge or calibrate on more samples"
         )
-    return torch.cholesky_solve(rhs.masked_fill(dead(A)[:, None], 0.0), L)  # never form the inverse
+    rhs = rhs.masked_fill(dead(A)[:, None], 0.0)
+    X = torch.cholesky_solve(rhs, L)  # never form the inverse
+    return X if A.dtype == torch.float64 else _refined(regular, rhs, X, L)
+
+
+def _refined(A: Tensor, rhs: Tensor, X: Tensor, L: Tensor) -> Tensor:
+    """X with A X = rhs from an approximation in float32: residuals in float64, corrections by the factor L.
+
+    If they do not converge, the system is solved in float64.
+    """
+    place = Place.exactly(A.device)
+    exact, wanted, found = (x.to(*place) for x in (A, rhs, X))
+    for _ in range(REFINEMENTS):
+        residual = wanted - exact @ found
+        if bool(torch.linalg.vector_norm(residual) <= LEFT * torch.linalg.vector_norm(wanted)):
+            return found.to(X)
+        found = found + torch.cholesky_solve(residual.to(X), L).to(found)
+    return torch.cholesky_solve(wanted, torch.linalg.cholesky(exact)).to(X)
 
 
 def solve_vanishing(A: Tensor, rhs: Tensor, scale: float) -> Tensor:

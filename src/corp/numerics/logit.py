@@ -27,21 +27,16 @@ class LogitSystem(NamedTuple):
     scale: float  # mean diagonal of G
 
 
-def logit_system(G: Operator, H: Tensor, E: Tensor, kept: Tensor, pruned: Tensor) -> LogitSystem:
-    """Assemble h and T for one head and one choice of kept dimensions, of which G is the operator.
-
-    H (d, d) = sum_b g_q g_k        E (d, d) = sum_b g_q * g_k (elementwise)
-
-    h needs no third sum: Q_P K_P^T = Q K^T - Q_S K_S^T, so h = H_SS - G(I).
-    """
-    identity = torch.eye(len(kept), dtype=H.dtype, device=H.device)
-    h = H[kept[:, None], kept] - G.apply(identity)
+def logit_system(G: Operator, h: Tensor, E: Tensor, pruned: Tensor) -> LogitSystem:
+    """Assemble the system of one head: G and h (S, S) of its kept dimensions, E (d, d) = sum_b g_q * g_k."""
     return LogitSystem(G, h, float(E[pruned[:, None], pruned].sum()), kronecker.mean_diagonal(G))
 
 
-def fit_logit(system: LogitSystem, *, ridge: float) -> Tensor:
+def fit_logit(system: LogitSystem, *, ridge: float, tolerance: float | None = None) -> Tensor:
     """M (S, S) with G(M) + lambda M = h, lambda = ridge * mean diagonal of G."""
-    return kronecker.solve(system.G, system.h, ridge * system.scale)
+    if ridge == 0:
+        tolerance = None
+    return kronecker.solve(system.G, system.h, ridge * system.scale, tolerance)
 
 
 def best_logit(system: LogitSystem) -> Tensor:

@@ -11,6 +11,7 @@ formulas hold with both means 0 and raw second moments in place of covariances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from corp.errors import SingularSystemError
 from corp.numerics.linalg import mean_diagonal, solve_ridge
+from corp.numerics.place import Place
 
 # Relative, as everywhere. The last hardly corrects; where even that does harm, nothing is corrected.
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -32,6 +34,11 @@ class GapMoments(NamedTuple):
     gap: Tensor  # (o,), E[g]
     cross: Tensor  # (o, D), covariance of g and x
     energy: float  # E||g - E[g]||^2
+
+    def at(self, place: Place) -> GapMoments:
+        """These moments on another device, or in another dtype."""
+        mean, cov, gap, cross = (part.to(*place) for part in self[:4])
+        return GapMoments(mean, cov, gap, cross, self.energy)
 
 
 def mixed(first: GapMoments, second: GapMoments, share: float) -> GapMoments:
@@ -77,13 +84,20 @@ def gap_of(moments: GapMoments) -> float:
 def choose_ridge(seen: GapMoments, unseen: GapMoments, ridges: Sequence[float] = RIDGES) -> float | None:
     """The ridge whose fit on one part of the data leaves least on the other; None if none leaves less than there is.
 
-    A ridge at which the system has no Cholesky factor is no candidate.
+    What is left falls and then rises with the ridge, so the ridges are tried from the middle on, downhill. One at which
+    the system has no Cholesky factor is no candidate.
     """
-    left = {}
-    for ridge in ridges:
-        try:
-            left[ridge] = gap_left(unseen, fit_gap(seen, ridge))
-        except SingularSystemError:
-            continue
-    best = min(left, key=left.__getitem__, default=None)
-    return best if best is not None and left[best] < gap_of(unseen) else None
+    left: dict[int, float] = {}
+
+    def measured(i: int) -> float:
+        if i not in left:
+            try:
+                left[i] = gap_left(unseen, fit_gap(seen, ridges[i]))
+            except SingularSystemError:
+                left[i] = math.inf
+        return left[i]
+
+    best = len(ridges) // 2
+    while (least := min(range(min(best + 1, len(ridges) - 1), max(-1, best - 2), -1), key=measured)) != best:
+        best = least
+    return ridges[best] if measured(best) < gap_of(unseen) else None

@@ -3,13 +3,13 @@
 With q' = A q and k' = B k, A and B (r, d), the logits q^T k become q^T A^T B k. Per sample b, with g_q = Q^T Q and
 g_k = K^T K, the squared error is
 
-    J(A, B) = sum_b ||Q (I - A^T B) K^T||^2 = T - 2 <A, B H^T> + sum_b <A g_q A^T, B g_k B^T>,
+    J(A, B) = sum_b ||Q Z K^T||^2 = <Z, sum_b g_q Z g_k>        Z = I - A^T B.
 
-H = sum_b g_q g_k and T its trace. Softmax ignores what is constant along a row of logits, so the keys should be centred
+Softmax ignores what is constant along a row of logits, so the keys should be centred
 within their sample; the formulas stay the same. If sum_b g_k (x) g_q were one product C_K (x) C_Q, the optimum would be
 the r leading singular vectors of C_Q^1/2 C_K^1/2. From there on exact steps alternate: given B the best A solves
 
-    sum_b (B g_k B^T) A g_q = B H^T,
+    sum_b (B g_k B^T) A g_q = B sum_b g_k g_q,
 
 linear in r d unknowns (see kronecker), and given A the best B likewise. Query heads that share their keys share B; each
 has its own A.
@@ -36,14 +36,11 @@ class LogitSums(Protocol):
     def energy(self) -> Tensor:
         """E (d, d) = sum_b g_q * g_k."""
 
-    def cross(self) -> Tensor:
-        """H (d, d) = sum_b g_q g_k."""
-
     def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Operator:
         """X -> sum_b (A g_q A^T) X (B g_k B^T); without a map that side stays as it is."""
 
-    def mapped_energy(self, A: Tensor, B: Tensor) -> Tensor:
-        """sum_b (A g_q A^T) * (B g_k B^T) (r, r)."""
+    def single(self) -> LogitSums:
+        """These sums in float32."""
 
 
 class Subspace(NamedTuple):
@@ -67,30 +64,51 @@ def nested(heads: Sequence[LogitSums]) -> Subspace:
     return Subspace(A.expand(len(heads), *A.shape), B)
 
 
-def fit_subspace(heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps: int = 1) -> Subspace:
+def leading(whole: Subspace, keep: int) -> Subspace:
+    """The first `keep` dimensions of nested maps."""
+    return balanced(Subspace(*(side[..., :keep, :] for side in whole)))
+
+
+def fit_subspace(
+    heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps: int = 1, tolerance: float | None = None
+) -> Subspace:
     """`keep` dimensions for query heads that share their keys: the nested start, then steps that never raise J.
 
     A sweep is a step of the keys and one of the queries. The ridge is relative, as in fit_logit, and pulls to where the
-    step began: a direction of which the data says nothing stays as it was.
+    step began: a direction of which the data says nothing stays as it was. With a `tolerance` for the steps, only what
+    is left to gain is worked out in float64, and what gains it in float32.
     """
     A, B = (side[..., :keep, :] for side in nested(heads))
-    H = [head.cross() for head in heads]
+    rough = [head.single() for head in heads] if tolerance and ridge > 0 and sweeps else heads
     for _ in range(sweeps):
-        # Keys: sum_b (A g_q A^T) B g_k = A H, summed over the heads. Queries: sum_b g_q A^T (B g_k B^T) = H B^T.
-        keys = Total([head.normal(A=a) for head, a in zip(heads, A, strict=True)])
-        B = _step(keys, torch.stack([a @ h for a, h in zip(A, H, strict=True)]).sum(0), B, ridge)
+        # Keys: sum_b (A g_q A^T) dB g_k = A left, over all heads. Queries: sum_b g_q dA^T (B g_k B^T) = left B^T.
+        keys = Total([head.normal(A=a) for head, a in zip(rough, A, strict=True)])
+        gains = [a @ left_over(head, a, B) for head, a in zip(heads, A, strict=True)]
+        B = B + _step(keys, torch.stack(gains).sum(0), ridge, tolerance)
         A = torch.stack(
-            [_step(head.normal(B=B), h @ B.mT, a.mT, ridge).mT for head, h, a in zip(heads, H, A, strict=True)]
+            [
+                a + _step(thin.normal(B=B), left_over(head, a, B) @ B.mT, ridge, tolerance).mT
+                for head, thin, a in zip(heads, rough, A, strict=True)
+            ]
         )
     return balanced(Subspace(A, B))
 
 
-def _step(normal: Operator, rhs: Tensor, start: Tensor, ridge: float) -> Tensor:
-    """X with normal(X) = rhs, by a ridge that pulls to `start`."""
-    residual, scale = rhs - normal.apply(start), mean_diagonal(normal)
+def left_over(head: LogitSums, A: Tensor, B: Tensor) -> Tensor:
+    """sum_b g_q (I - A^T B) g_k (d, d)."""
+    return head.normal().apply(_left(A, B))
+
+
+def _left(A: Tensor, B: Tensor) -> Tensor:
+    return torch.eye(A.shape[1], dtype=A.dtype, device=A.device) - A.mT @ B
+
+
+def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | None) -> Tensor:
+    """X with normal(X) = residual, by a ridge that pulls to 0."""
+    scale = mean_diagonal(normal)
     if ridge > 0:
-        return start + solve(normal, residual, ridge * scale)
-    return start + solve_vanishing(normal, residual, scale)
+        return solve(normal, residual, ridge * scale, tolerance)
+    return solve_vanishing(normal, residual, scale)
 
 
 def balanced(fit: Subspace) -> Subspace:
@@ -105,8 +123,7 @@ def balanced(fit: Subspace) -> Subspace:
 
 def error(head: LogitSums, A: Tensor, B: Tensor) -> float:
     """J(A, B) of one query head, exactly, for any maps."""
-    linear = (A * (B @ head.cross().mT)).sum()
-    return max(0.0, float(head.energy().sum() - 2 * linear + head.mapped_energy(A, B).sum()))
+    return max(0.0, float((_left(A, B) * left_over(head, A, B)).sum()))
 
 
 def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:

@@ -8,6 +8,7 @@ from torch import Tensor
 from corp.calibration.head_grams import HeadGrams
 from corp.calibration.moments import Moments
 from corp.numerics import affine, logit, rotary
+from corp.numerics.kronecker import ENOUGH
 
 
 def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
@@ -15,7 +16,7 @@ def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
     mean, cov = moments.mean, moments.cov()
     if intercept:
         return mean, cov
-    return torch.zeros_like(mean), cov + torch.outer(mean, mean)
+    return torch.zeros_like(mean), cov.addr_(mean, mean)
 
 
 def split(width: int, kept: Tensor) -> Tensor:
@@ -32,13 +33,13 @@ def fit_linear(given: affine.Removal, compensate: str, ridge: float) -> affine.A
 
 
 def head_system(grams: HeadGrams, kept: Tensor, pruned: Tensor) -> logit.LogitSystem:
-    return logit.logit_system(grams.normal_of(kept), grams.cross(), grams.energy(), kept, pruned)
+    return logit.logit_system(grams.normal_of(kept), grams.cross_of(kept, pruned), grams.energy(), pruned)
 
 
 def fit_head(system: logit.LogitSystem, compensate: str, ridge: float) -> Tensor:
     """M (S, S); logits have no bias, so "mean" is "none"."""
     if compensate == "full":
-        return logit.fit_logit(system, ridge=ridge)
+        return logit.fit_logit(system, ridge=ridge, tolerance=ENOUGH)
     return torch.zeros_like(system.h)
 
 

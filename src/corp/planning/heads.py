@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from corp.calibration.grams import Grams
+from corp.calibration.head_grams import HeadGrams
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
 from corp.numerics import logit, rank, rotary, subspace
+from corp.numerics.kronecker import ENOUGH
 from corp.observer import timed
 from corp.planning.fitting import fit_head, fit_rotated, head_system, split
 from corp.planning.plan import GroupCost, HeadMaps, SitePlan
@@ -57,10 +59,15 @@ def plan_attention(
 
 
 def sketch_attention(
-    site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe, pairs: Tensor | None = None
+    site: AttentionSite,
+    keep: int,
+    sums: HeadSums,
+    recipe: Recipe,
+    nested: Sequence[subspace.Subspace] | None,
+    pairs: Tensor | None = None,
 ) -> SitePlan:
-    """Choose and fit without predictions, and subspaces without exact steps: for models that are tried, not kept."""
-    return _site_plan(site, keep, _parts(site, keep, sums, recipe, pairs=pairs, exact_steps=False), recipe, ())
+    """Choose and fit without predictions, subspaces from their nested maps: for models that are tried, not kept."""
+    return _site_plan(site, keep, _parts(site, keep, sums, recipe, pairs=pairs, nested=nested), recipe, ())
 
 
 def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, recipe: Recipe) -> HeadMaps:
@@ -115,7 +122,7 @@ def _parts(
     chosen: Sequence[Tensor] | None = None,
     *,
     pairs: Tensor | None = None,
-    exact_steps: bool = True,
+    nested: Sequence[subspace.Subspace] | None = None,
 ) -> list[_Part]:
     """The rotated dimensions, and the others; `chosen` are the dimensions that every group keeps, if known."""
     pairs_kept = rotated_part(site, keep) // 2 if site.rotary else 0
@@ -127,8 +134,7 @@ def _parts(
         parts.append(_Pairs(sums.pairs, pairs_kept, recipe, given))
     if sums.grams is not None:
         if _basis(site, recipe) == SUBSPACE:
-            steps = exact_steps and recipe.compensate == "full"
-            parts.append(_Subspaces(sums.grams, site, keep - 2 * pairs_kept, recipe, steps))
+            parts.append(_Subspaces(sums.grams, site, keep - 2 * pairs_kept, recipe, nested))
         else:
             given = None if chosen is None else [kept[kept >= dims] - dims for kept in chosen]
             parts.append(_Dimensions(sums.grams, site, keep - 2 * pairs_kept, recipe, given))
@@ -222,6 +228,7 @@ class _Dimensions(_Part):
         self.width, self.shared, self.first = site.plain_width, site.heads // site.groups, site.rotary_dims
         self.whole = sums.total()
         self.choose, self.fits = cache(self._choose), cache(self._fits)
+        self.head = lru_cache(maxsize=self.shared)(self.whole.head)  # of the group at work
 
     def heads(self, g: int) -> range:
         return range(g * self.shared, (g + 1) * self.shared)
@@ -230,12 +237,12 @@ class _Dimensions(_Part):
         if self.given is not None:
             return self.given[g], split(self.width, self.given[g])
         with timed("rank"):
-            energies = [self.whole.head(h).energy().diagonal() for h in self.heads(g)]
+            energies = [self.head(h).energy().diagonal() for h in self.heads(g)]
             return rank.top(torch.stack(energies).sum(0), self.keep)
 
     def _fits(self, g: int) -> list[tuple[logit.LogitSystem, Tensor]]:
         with timed("compensate"):
-            systems = [head_system(self.whole.head(h), *self.choose(g)) for h in self.heads(g)]
+            systems = [head_system(self.head(h), *self.choose(g)) for h in self.heads(g)]
             return [(system, fit_head(system, self.recipe.compensate, self.recipe.ridge)) for system in systems]
 
     def kept(self, g: int) -> list[int]:
@@ -254,7 +261,7 @@ class _Dimensions(_Part):
             [
                 GroupCost(
                     *logit.distortion(system, M),
-                    float(self.whole.head(h).energy().sum()),
+                    float(self.head(h).energy().sum()),
                     *(self._judge(g, h) if judged else (None, None)),
                 )
                 for h, (system, M) in zip(self.heads(g), self.fits(g), strict=True)
@@ -271,19 +278,28 @@ class _Subspaces(_Part):
     """Dimensions that are not rotated, as the best subspace: its directions are numbered, and the first are kept."""
 
     def __init__(
-        self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe, exact_steps: bool
+        self,
+        sums: SiteSums[Grams],
+        site: AttentionSite,
+        keep: int,
+        recipe: Recipe,
+        nested: Sequence[subspace.Subspace] | None = None,
     ) -> None:
-        self.sums, self.keep, self.recipe, self.exact_steps = sums, keep, recipe, exact_steps
+        self.sums, self.keep, self.recipe, self.nested = sums, keep, recipe, nested
         self.shared, self.first = site.heads // site.groups, site.rotary_dims
         self.whole = sums.total()
         self.fit = cache(self._fit)
+        self.head = lru_cache(maxsize=self.shared)(partial(self.whole.head, centred=True))  # of the group at work
 
     def heads(self, g: int) -> range:
         return range(g * self.shared, (g + 1) * self.shared)
 
     def _fit(self, g: int) -> subspace.Subspace:
         with timed("compensate"):
-            return fit_group(self.whole, self.heads(g), self.keep, self.recipe.ridge, exact_steps=self.exact_steps)
+            if self.nested is not None:
+                return subspace.leading(self.nested[g], self.keep)
+            heads = [self.head(h) for h in self.heads(g)]
+            return _fit_heads(heads, self.keep, self.recipe.ridge, self.recipe.compensate == "full")
 
     def kept(self, g: int) -> list[int]:
         return [self.first + i for i in range(self.keep)]
@@ -295,24 +311,40 @@ class _Subspaces(_Part):
     def cost(self, g: int) -> GroupCost:
         fit = self.fit(g)
         judged = self.recipe.compensate == "full" and _held_out(self.sums)
-        unseen = fit_group(self.sums.fit, self.heads(g), self.keep, self.recipe.ridge) if judged else None
+        unseen = self._judge(g) if judged else [(None, None)] * self.shared
         costs = []
         for i, h in enumerate(self.heads(g)):
-            head = self.whole.head(h, centred=True)
-            shares = (None, None) if unseen is None else self._judge(h, unseen.A[i], unseen.B)
-            costs.append(GroupCost(*subspace.distortion(head, fit.A[i], fit.B), float(head.energy().sum()), *shares))
+            head = self.head(h)
+            distortion = subspace.distortion(head, fit.A[i], fit.B)
+            costs.append(GroupCost(*distortion, float(head.energy().sum()), *unseen[i]))
         return _together(costs)
 
-    def _judge(self, h: int, A: Tensor, B: Tensor) -> Shares:
-        both = [part.head(h, centred=True) for part in (self.sums.fit, self.sums.held)]
-        seen, unseen = (_share(subspace.error(p, A, B), subspace.dropped(p, self.keep)) for p in both)
-        return seen, unseen
+    def _judge(self, g: int) -> list[Shares]:
+        """Fitted without the held-out samples, in float32: the shares left on its own data and on theirs."""
+        both = (self.sums.fit, self.sums.held)
+        seen, unseen = ([part.head(h, centred=True).single() for h in self.heads(g)] for part in both)
+        A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
+
+        def share(head: HeadGrams, a: Tensor) -> float | None:
+            return _share(subspace.error(head, a, B), subspace.dropped(head, self.keep))
+
+        return [(share(s, a), share(u, a)) for s, u, a in zip(seen, unseen, A, strict=True)]
+
+
+def nested_maps(site: AttentionSite, grams: Grams) -> list[subspace.Subspace]:
+    """The maps of every group of heads, without exact steps, whose leading rows serve every width."""
+    shared = site.heads // site.groups
+    groups = [range(g * shared, (g + 1) * shared) for g in range(site.groups)]
+    return [subspace.nested([grams.head(h, centred=True) for h in group]) for group in groups]
 
 
 def fit_group(grams: Grams, heads: range, keep: int, ridge: float, *, exact_steps: bool = True) -> subspace.Subspace:
     """The subspace of query heads that share their keys, of which only what softmax notices is fitted."""
-    sums = [grams.head(h, centred=True) for h in heads]
-    return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(exact_steps))
+    return _fit_heads([grams.head(h, centred=True) for h in heads], keep, ridge, exact_steps)
+
+
+def _fit_heads(sums: Sequence[HeadGrams], keep: int, ridge: float, exact_steps: bool) -> subspace.Subspace:
+    return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(exact_steps), tolerance=ENOUGH)
 
 
 def _held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:

@@ -34,12 +34,15 @@ class Choice(NamedTuple):
     ridge: float = 0.0  # at which channels were eliminated
 
 
-def layer_of(
-    down: Projection, moments: Moments, intercept: bool, choice: Choice | None = None, heads: int = 1
-) -> Layer:
-    """The layer and its input's moments, in the basis of `choice`."""
-    layer = Layer(down.weight.cpu().double(), *moments_for_fit(moments, intercept))
-    return layer if choice is None or choice.basis is None else Layer(*values.turn(*layer, choice.basis, heads))
+def layer_of(down: Projection, moments: Moments, intercept: bool) -> Layer:
+    """The layer and its input's moments, as they are."""
+    mean, cov = moments_for_fit(moments, intercept)
+    return Layer(down.weight.to(cov), mean, cov)
+
+
+def turned(layer: Layer, choice: Choice, heads: int) -> Layer:
+    """The layer in the basis of the choice."""
+    return layer if choice.basis is None else Layer(*values.turn(*layer, choice.basis, heads))
 
 
 def plan_linear(
@@ -56,13 +59,15 @@ def plan_linear(
     """
     intercept = uses_intercept(recipe, down.bias is not None)
     moments = sums.total()
-    choice = choose(site, keep, down, moments, recipe, intercept, path)
+    whole = layer_of(down, moments, intercept)
+    choice = choose(site, keep, whole, moments, recipe, path)
     kept, pruned = _inputs(site, choice.groups)
+    here = turned(whole, choice, heads_in(site))
+    del whole
 
     def layer(part: Moments) -> Layer:
-        return layer_of(down, part, intercept, choice, heads_in(site))
+        return turned(layer_of(down, part, intercept), choice, heads_in(site))
 
-    here = layer(moments)
     with timed("compensate"):
         given = affine.removal(*here, kept, pruned)
         fit = fit_linear(given, recipe.compensate, max(recipe.ridge, choice.ridge))
@@ -83,8 +88,9 @@ def sketch_linear(
     """Choose and fit without predictions: for models that are tried, not kept."""
     intercept = uses_intercept(recipe, down.bias is not None)
     moments = sums.total()
-    choice = choose(site, keep, down, moments, recipe, intercept, path)
-    fold = fold_choice(site, choice, down, moments, intercept, recipe)
+    layer = layer_of(down, moments, intercept)
+    choice = choose(site, keep, layer, moments, recipe, path)
+    fold = fold_choice(site, choice, down, layer, recipe)
     return _site_plan(site, choice, keep, recipe, intercept, (), fold)
 
 
@@ -93,17 +99,19 @@ def fold_linear(
 ) -> LinearFold:
     """The narrowed layer of a plan that came without its fold."""
     moments = sums.total()
+    layer = layer_of(down, moments, site_plan.intercept)
     choice = Choice(site_plan.indices(), ridge=site_plan.ridge)
     if isinstance(site, ValueSite) and site_plan.basis == SUBSPACE:
-        choice = choose(site, site_plan.keep, down, moments, recipe, site_plan.intercept)
-    return fold_choice(site, choice, down, moments, site_plan.intercept, recipe)
+        choice = choose(site, site_plan.keep, layer, moments, recipe)
+    return fold_choice(site, choice, down, layer, recipe)
 
 
 def fold_choice(
-    site: MLPSite | ValueSite, choice: Choice, down: Projection, moments: Moments, intercept: bool, recipe: Recipe
+    site: MLPSite | ValueSite, choice: Choice, down: Projection, layer: Layer, recipe: Recipe
 ) -> LinearFold:
+    """The layer, narrowed to the choice, with the compensation folded in."""
     kept, pruned = _inputs(site, choice.groups)
-    here = layer_of(down, moments, intercept, choice, heads_in(site))
+    here = turned(layer, choice, heads_in(site))
     fit = fit_linear(affine.removal(*here, kept, pruned), recipe.compensate, max(recipe.ridge, choice.ridge))
     return _fold(here, down, kept, fit, choice, len(choice.groups[0]))
 
@@ -111,14 +119,12 @@ def fold_choice(
 def choose(
     site: MLPSite | ValueSite,
     keep: int,
-    down: Projection,
+    layer: Layer,
     moments: Moments,
     recipe: Recipe,
-    intercept: bool,
     path: exact.Path | None = None,
 ) -> Choice:
     """What the site keeps, by the recipe's ranking or basis."""
-    layer = layer_of(down, moments, intercept)
     with timed("rank"):
         if isinstance(site, ValueSite):
             return _choose_values(site, keep, layer, moments, recipe)
@@ -138,12 +144,6 @@ def _choose_values(site: ValueSite, keep: int, layer: Layer, moments: Moments, r
     else:
         scores = _scores(layer.W, moments, recipe)
     return Choice([rank.top(group, keep)[0] for group in scores.view(site.groups, -1, site.width).sum(1)])
-
-
-def elimination(down: Projection, moments: Moments, recipe: Recipe) -> exact.Path:
-    """The elimination path of an MLP down to one channel: it gives the choice at every width."""
-    layer = layer_of(down, moments, uses_intercept(recipe, down.bias is not None))
-    return exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge)
 
 
 def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
@@ -170,7 +170,7 @@ def _scores(W: Tensor, moments: Moments, recipe: Recipe) -> Tensor:
 def _fold(here: Layer, down: Projection, kept: Tensor, fit: affine.Affine, choice: Choice, keep: int) -> LinearFold:
     """The consuming layer with the prediction folded in, rounded to the model's dtype once, here."""
     W = down.weight
-    b = here.W.new_zeros(len(W)) if down.bias is None else down.bias.cpu().double()
+    b = here.W.new_zeros(len(W)) if down.bias is None else down.bias.to(here.W)
     folded = affine.fold(here.W, b, kept, fit)
     maps = () if choice.basis is None else tuple(choice.basis.to[:, :keep])
     return LinearFold(affine.Folded(*(part.to(W.device, W.dtype) for part in folded)), maps)

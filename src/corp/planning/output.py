@@ -8,7 +8,8 @@ from typing import Any
 from corp.calibration.moments import Moments
 from corp.numerics.affine import Folded
 from corp.numerics.output import LowRank, Spectrum, low_rank, output_spectrum
-from corp.sites import OutputHead, Projection, in_float64
+from corp.numerics.place import in_float64
+from corp.sites import OutputHead, Projection
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class OutputPlan:
 
 
 def spectrum_of(linear: Projection, moments: Moments) -> Spectrum:
-    return output_spectrum(linear.weight.cpu().double(), moments.cov())
+    cov = moments.cov()
+    return output_spectrum(linear.weight.to(cov), cov)
 
 
 def plan_output(head: OutputHead, keep: int, linear: Projection, moments: Moments, spectrum: Spectrum) -> OutputPlan:
@@ -50,5 +52,6 @@ def plan_output(head: OutputHead, keep: int, linear: Projection, moments: Moment
 
 
 def fold_output(keep: int, linear: Projection, moments: Moments, spectrum: Spectrum) -> LowRank:
-    made = low_rank(Folded(*in_float64(linear)), moments.mean, spectrum, keep)
+    mean = moments.mean
+    made = low_rank(Folded(*(part.to(mean) for part in in_float64(*linear))), mean, spectrum, keep)
     return LowRank(*(part.to(linear.weight) for part in made))

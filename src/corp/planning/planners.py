@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from corp.calibration.statistics import Statistics
 from corp.numerics.exact import Path
+from corp.numerics.subspace import Subspace
 from corp.planning.heads import HeadSums, fold_attention, plan_attention, shared_pairs, sketch_attention
 from corp.planning.linear import fold_linear, plan_linear, sketch_linear
 from corp.planning.plan import Fold, SitePlan
@@ -29,6 +30,13 @@ def plan_site(
     if isinstance(site, AttentionSite):
         return plan_attention(site, keep, HeadSums.of(site, stats), recipe, pairs)
     return plan_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)
+
+
+def cost_of(site: Site, samples: int) -> float:
+    """About how long the site takes to plan, in any unit: an elimination and fits, or conjugate gradients per head."""
+    if not isinstance(site, AttentionSite):
+        return float(site.inputs**3)
+    return float(site.heads * (10 * samples * site.plain_width**3 + 30 * site.rotary_dims**3))
 
 
 def pairs_of_all(
@@ -53,11 +61,12 @@ def sketch_site(
     stats: Statistics,
     recipe: Recipe,
     path: Path | None = None,
+    nested: Sequence[Subspace] | None = None,
     pairs: Tensor | None = None,
 ) -> SitePlan:
     """What the site keeps and its compensation, without predictions: for models that are made to be tried."""
     if isinstance(site, AttentionSite):
-        return sketch_attention(site, keep, HeadSums.of(site, stats), recipe, pairs)
+        return sketch_attention(site, keep, HeadSums.of(site, stats), recipe, nested, pairs)
     return sketch_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from corp.observer import duration
 from corp.planning.plan import Plan, SitePlan
 from corp.tables import text_table
 
 TOTALS = ("", "before", "after", "ratio")
+STAGES = ("stage", "estimated", "took")
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Report:
     plan: Plan
     params: tuple[int, int]
     macs: tuple[int, int] | None = None
+    run: Mapping[str, Any] | None = None  # seconds of every stage and bytes at the peak, estimated and measured
 
     def totals(self) -> list[tuple[str, ...]]:
         """Parameters and, if known, operations per sample, under TOTALS."""
@@ -26,10 +30,27 @@ class Report:
             rows.append(_total("MACs per sample", self.macs, 1e9, "G"))
         return rows
 
+    def stages(self) -> list[tuple[str, ...]]:
+        """How long every stage was estimated to take and took, under STAGES; nothing if no estimate was made."""
+        if self.run is None:
+            return []
+        rows = [(one["stage"], *_times(one)) for one in self.run["stages"]]
+        both = {key: sum(one[key] for one in self.run["stages"]) for key in ("estimated", "seconds")}
+        return [*rows, ("all", *_times(both))]
+
+    def gained(self) -> str:
+        """What pruning gained, in one line."""
+        parts = ", ".join(f"{before} -> {after} {what} (x {ratio})" for what, before, after, ratio in self.totals())
+        if self.run is None:
+            return parts
+        took, estimated = (sum(one[key] for one in self.run["stages"]) for key in ("seconds", "estimated"))
+        return f"{parts}, in {duration(took)} (estimated: {duration(estimated)})"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "params": {"before": self.params[0], "after": self.params[1]},
             "macs": None if self.macs is None else {"before": self.macs[0], "after": self.macs[1]},
+            **({} if self.run is None else {"run": dict(self.run)}),
             "samples": self.plan.samples,
             "recipe": self.plan.recipe.to_dict(),
             "why": dict(self.plan.why),
@@ -38,6 +59,10 @@ class Report:
 
     def __str__(self) -> str:
         return f"{self.plan}\n\n{text_table(TOTALS, self.totals())}"
+
+
+def _times(one: Mapping[str, float]) -> tuple[str, str]:
+    return duration(one["estimated"]), duration(one["seconds"])
 
 
 def _site_report(site: SitePlan) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from corp.errors import PlanError, RecipeError
-from corp.recipe import Recipe, kept_width
+from corp.recipe import AUTO, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite, Site, Sites, ValueSite
 
 EXPERTS = 8  # of a number that has two bytes or more
@@ -18,6 +19,21 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
         return _as_wide_as_queries(site, sites, recipe)
     sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
     return narrowed(site, sparsity, multiple_of(site, recipe))
+
+
+def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
+    """A sentence if all that was asked of some sites is lost in rounding that was not asked for."""
+    if recipe.has_target or recipe.round_to != AUTO:
+        return []
+    exact = replace(recipe, round_to=1)
+    lost = [s for s in sites if width_of(s, sites, recipe) == s.width > width_of(s, sites, exact)]
+    if not lost:
+        return []
+    more = f" and {len(lost) - 1} other sites" if len(lost) > 1 else ""
+    return [
+        f"{lost[0].name}{more} keep their width of {lost[0].width}: {width_of(lost[0], sites, exact)} would be rounded "
+        f"up to it, because odd widths are slow; remove more, or give round_to=1"
+    ]
 
 
 def multiple_of(site: Site, recipe: Recipe) -> int:

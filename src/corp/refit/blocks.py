@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.hooks import block_of, removing
+from corp.calibration.threads import here
+from corp.numerics.place import Place
 from corp.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite
 
@@ -98,7 +100,7 @@ def find_junctions(
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == hidden.shape:
                 met[inner] = args[0], output
 
-        return module.register_forward_hook(after)
+        return module.register_forward_hook(here(after))
 
     inside_it = [(n, m) for n, m in model.get_submodule(name).named_modules(prefix=name) if n != name]
     with removing([watch(*one) for one in inside_it]), watching(model, sites) as seen:
@@ -133,7 +135,7 @@ def stream_scales(hidden: Tensor, output: Tensor, parts: Sequence[Tensor]) -> li
     They are one, or a layer scale's.
     """
     width = hidden.shape[-1]
-    before, after, *outputs = (x.reshape(-1, width).cpu().double() for x in (hidden, output, *parts))
+    before, after, *outputs = (x.reshape(-1, width).to(*Place.exactly(x.device)) for x in (hidden, output, *parts))
     Y = torch.stack(outputs, -1) if outputs else before.new_zeros(*before.shape, 0)  # (T, C, k)
     change = after - before
     size = before.norm(dim=0) + after.norm(dim=0) + Y.norm(dim=0).sum(-1)  # (C,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from corp.calibration.moments import CHUNK, shift_of, sum_device
+from corp.calibration.moments import BLOCK, CHUNK, add_products, mirrored, shift_of, sum_device
 from corp.numerics.refit import GapMoments, mixed
 
 
@@ -16,7 +16,7 @@ class GapSums:
         self.shift: Tensor | None = None
         self.n = 0
         self.total = torch.zeros(width, dtype=torch.float64)
-        self.outer = torch.zeros(width, width, dtype=torch.float64)
+        self.outer = torch.zeros(width, width, dtype=torch.float64)  # upper triangle by blocks
         self.gap = torch.zeros(outputs, dtype=torch.float64)
         self.cross = torch.zeros(outputs, width, dtype=torch.float64)
         self.square = 0.0
@@ -31,15 +31,18 @@ class GapSums:
         self.total, self.outer, self.gap, self.cross = (
             sums.to(home) for sums in (self.total, self.outer, self.gap, self.cross)
         )
+        products: list[Tensor] = []
         for some, behind in zip(x.split(CHUNK), gap.split(CHUNK), strict=True):
             y = some if some.dtype == torch.float64 else some.float()
             y = y - self.shift.to(y)
             g = behind.to(y.dtype)
             self.total += y.sum(0).to(self.total)
-            self.outer += (y.mT @ y).to(self.outer)
+            add_products(products, y)
             self.gap += g.sum(0).to(self.gap)
             self.cross += (g.mT @ y).to(self.cross)
             self.square += float(torch.linalg.vector_norm(g)) ** 2
+        for start, block in zip(range(0, len(self.outer), BLOCK), products, strict=True):
+            self.outer[start : start + BLOCK, start:] += block.to(self.outer)
         self.n += len(x)
 
     def __add__(self, other: GapSums) -> GapSums:
@@ -55,7 +58,8 @@ class GapSums:
         """Centred, or without an intercept about zero; see numerics.refit."""
         assert self.shift is not None  # tokens were seen
         away, gap = self.total / self.n, self.gap / self.n  # of the mean from the shift
-        cov, cross = self.outer / self.n - torch.outer(away, away), self.cross / self.n - torch.outer(gap, away)
+        cov = mirrored((self.outer / self.n).addr_(away, away, alpha=-1))
+        cross = self.cross / self.n - torch.outer(gap, away)
         mean, energy = self.shift + away, self.square / self.n
         if intercept:
             return GapMoments(mean, cov, gap, cross, energy - float(gap.square().sum()))

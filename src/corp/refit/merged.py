@@ -18,16 +18,18 @@ from torch import Tensor, nn
 from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing
 from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
 from corp.errors import ModelError
 from corp.numerics.affine import Folded
-from corp.numerics.refit import gap_left, gap_of
+from corp.numerics.place import Place, in_float64
+from corp.numerics.refit import Correction, gap_left, gap_of
 from corp.planning.merging import Merging
 from corp.recipe import Recipe
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import tensors_in, tokens_read
 from corp.refit.repair import READ, correction, split_rows
 from corp.refit.replay import Block, Passage, blocks_of, close, drive, watching
-from corp.sites import LinearSite, Sites, ValueSite, at_site, in_float64, projection_at
+from corp.sites import LinearSite, Sites, ValueSite, at_site, projection_at
 from corp.surgery.linear import refill
 from corp.surgery.merged import merge_tokens, start_groups
 from corp.surgery.merging import rows
@@ -70,7 +72,7 @@ def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(args[0] if args else next(iter(kwargs.values())))
 
-    handle = model.get_submodule(first).register_forward_pre_hook(before, with_kwargs=True)
+    handle = model.get_submodule(first).register_forward_pre_hook(here(before), with_kwargs=True)
     with torch.no_grad(), evaluating(model), removing([handle]):
         run(model, batch, forward)
         run(model, _shaken(batch), forward)
@@ -213,10 +215,11 @@ def _correct(
     """Add the correction to the layer's weights. It is in residual-stream units, so divide by the layer scale."""
     layer = projection_at(smaller, site.down)
     bias = layer.bias is not None
-    fix = correction(fit, held, bias)
+    fix = correction(fit, held, bias, Place.on(layer.weight.device))
     if fix is None:
         return {}
-    W, b = in_float64(layer)
+    W, b = in_float64(*layer)
+    fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
     back = torch.where(scale == 0, 1.0, scale)
     refill(smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
     there = (fit + held).moments(bias)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating
 from corp.calibration.hooks import removing, without_fast_path
+from corp.calibration.threads import here
 from corp.refit.replay import Block, Run, close, stream_of
 
 
@@ -72,13 +73,13 @@ def _run(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, str]
                 return noise
             return [noise, *output[1:]] if isinstance(output, list) else (noise, *output[1:])
 
-        return model.get_submodule(block.name).register_forward_hook(after)
+        return model.get_submodule(block.name).register_forward_hook(here(after))
 
     def restore(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(given.get(id(x), x) for x in args), {key: given.get(id(x), x) for key, x in kwargs.items()}
 
     behind = [model.get_submodule(following[block.name]) for block in blocks if block.name in following]
-    handles = [module.register_forward_pre_hook(restore, with_kwargs=True) for module in behind]
+    handles = [module.register_forward_pre_hook(here(restore), with_kwargs=True) for module in behind]
     handles += [watch(block) for block in blocks]
     with torch.no_grad(), evaluating(model), without_fast_path(), removing(handles):
         return run()

@@ -7,7 +7,6 @@ part of the gap that is linear in its input (numerics.refit); the next one sees 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,30 +19,30 @@ from corp.calibration.batches import (
     Forward,
     enumerate_batches,
     evaluating,
+    first_samples,
     move,
     placement,
     run,
-    size_of,
     without_cache,
 )
 from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.hooks import removing, without_fast_path
-from corp.calibration.memory import free_bytes, human
 from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
 from corp.errors import CorpWarning, DataError, ModelError, PlanError
 from corp.numerics.affine import Folded
+from corp.numerics.place import Place, in_float64
 from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
 from corp.observer import Advance
 from corp.recipe import Recipe
 from corp.refit.blocks import examine
 from corp.refit.gaps import TokenSums
 from corp.refit.readout import tokens_read
-from corp.refit.replay import Block, Passage, Run, close, drive, meeting, record, refusal, stream_of, watching
-from corp.sites import AttentionSite, LinearSite, Sites, at_site, in_float64, projection_at
+from corp.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
+from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
 from corp.surgery.linear import refill
 
-SAMPLES, TOKENS = 256, 65_536  # that the streams hold where the recipe does not say: whichever is fewer
-STREAMS = 4  # hidden states held of every sample, beside the outputs of a block's sites
+EXAMINED = 2  # samples on which the blocks are found
 READ = 0.5  # what tokens that the model's output is read from count, all together
 
 
@@ -74,7 +73,7 @@ def find_blocks(
     first = next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
     if first is None:
         raise DataError("no calibration data: `batches` was empty")
-    batch = _moved(first, device, dtype, forward)
+    batch = first if forward is not None else move(first_samples(first, EXAMINED), device, dtype)
     with without_cache(model):
         blocks = examine(model, list(sites), lambda: run(model, batch, forward))
         blocks = tokens_read(model, blocks, lambda: run(model, batch, forward))
@@ -90,52 +89,6 @@ def _require_inside(sites: Sites, recipe: Recipe, blocks: Sequence[Block]) -> No
             raise refusal(f"{site.name} is not in a block that the data passes; or leave it alone with skip=[...]")
 
 
-def record_batches(
-    model: nn.Module,
-    sites: Sites,
-    batches: Iterable[Any],
-    blocks: Sequence[Block],
-    recipe: Recipe,
-    available: int,
-    forward: Forward | None = None,
-) -> list[Passage]:
-    """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
-    wanted = recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
-    every = max(1, available // wanted)
-    device, dtype = placement(model)
-    passages: list[Passage] = []
-    seen = 0
-    for _, _, batch in enumerate_batches(batches, lambda index: index % every == 0):
-        moved = _moved(batch, device, dtype, forward)
-        with without_cache(model):
-            passage = record(model, list(sites), lambda moved=moved: run(model, moved, forward))  # type: ignore[misc]
-        if list(passage.calls) != [block.name for block in blocks]:
-            raise refusal("its blocks run in another order from batch to batch")
-        passage.first, passage.samples = seen, size_of(batch)
-        passages.append(passage)
-        if not seen:
-            _require_memory(passage, blocks, min(wanted, available) / passage.samples, device)
-        seen += passage.samples
-        if seen >= wanted:
-            break
-    return passages
-
-
-def _require_memory(passage: Passage, blocks: Sequence[Block], batches: float, device: torch.device) -> None:
-    outputs = max(len(block.sites) for block in blocks)
-    size = max(x.numel() * x.element_size() for x in passage.starts.values())
-    need, free = int(size * batches * (STREAMS + outputs)), free_bytes(device)
-    if need > free:
-        raise PlanError(
-            f"the hidden states of the refit need {human(need)}, {human(free)} are free; "
-            "give it fewer samples with sequential_samples"
-        )
-
-
-def _moved(batch: Any, device: torch.device, dtype: torch.dtype, forward: Forward | None) -> Any:
-    return batch if forward is not None else move(batch, device, dtype)
-
-
 @dataclass
 class Repair:
     """The dense model, and the pruned one, which is changed in place; `corrected` says what was done to whom."""
@@ -143,6 +96,7 @@ class Repair:
     dense: nn.Module
     smaller: nn.Module
     recipe: Recipe
+    place: Place | None = None  # where systems are solved; by default where the layer is
     corrected: dict[str, dict[str, float]] = field(default_factory=dict)
     few: list[str] = field(default_factory=list)
 
@@ -169,17 +123,22 @@ class Repair:
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
     ) -> list[Tensor]:
         """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
-        behind: list[Tensor] = []
+        behind: list[Tensor] = []  # the dense stream
         targets: list[dict[str, Tensor]] = []
         for passage, hidden in zip(passages, dense, strict=True):
             with watching(self.dense, block.sites) as seen, meeting(self.dense, block.junctions) as met:
                 behind.append(drive(self.dense, block.name, passage.calls[block.name], hidden))
             targets.append({**{name: one.y for name, one in seen.items()}, **met})
+        ends: list[tuple[Tensor, Tensor]] = []
+        change: Folded | None = None
         for number, site in enumerate(block.sites):
             if not self.recipe.skips(site.name):
                 with at_site(site):
-                    parts = self._observe(block, number, passages, dense, pruned, targets)
-                    self._correct(site, block.scales[number], *parts)
+                    fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind)
+                    change = self._correct(site, block.scales[number], fit, held)
+        if ends:  # the block ran to its end: what the correction of its last layer adds follows without another pass
+            pruned[:] = [output if change is None else _added(output, x, *change) for output, x in ends]
+            return behind
         for i, passage in enumerate(passages):
             pruned[i] = drive(self.smaller, block.name, passage.calls[block.name], pruned[i])
         return behind
@@ -192,16 +151,29 @@ class Repair:
         dense: Sequence[Tensor],
         pruned: Sequence[Tensor],
         targets: Sequence[dict[str, Tensor]],
-    ) -> tuple[TokenSums, TokenSums]:
-        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out."""
+        behind: Sequence[Tensor],
+    ) -> tuple[TokenSums, TokenSums, list[tuple[Tensor, Tensor]]]:
+        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out.
+
+        Where the fit has no intercept, tokens count relative to the size of their stream, as the next norm divides by
+        it: the first token of a text, which may be a thousand times as large, would be all that is fitted otherwise.
+        If the site is the last that adds to the stream, the block's output and that layer's input come too.
+        """
         site = block.sites[number]
-        inputs = projection_at(self.smaller, site.down).weight.shape[1]
+        last = number == len(block.sites) - 1 and not block.junctions
+        layer = projection_at(self.smaller, site.down)
+        inputs = layer.weight.shape[1]
         share = READ if block.read < block.tokens else 1.0
         fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
-        for passage, ahead, hidden, target in zip(passages, dense, pruned, targets, strict=True):
+        ends = []
+        for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
             own = block.junctions[number : number + 1]
-            with watching(self.smaller, block.sites, inputs=site.name) as seen, meeting(self.smaller, own) as met:
-                drive(self.smaller, block.name, passage.calls[block.name], hidden)
+            stop = not last and not own
+            with (
+                watching(self.smaller, block.sites, inputs=site.name, stop=stop) as seen,
+                meeting(self.smaller, own, stop=True) as met,
+            ):
+                output = drive(self.smaller, block.name, passage.calls[block.name], hidden)
             if own:
                 gap = _tokens(target[own[0]]) - _tokens(met[own[0]])
             else:
@@ -210,34 +182,56 @@ class Repair:
                     gap += scale.to(gap) * (_tokens(target[one.name]) - _tokens(seen[one.name].y))
             x = seen[site.name].x
             assert x is not None
+            if last:
+                ends.append((output, x))
             x = x.reshape(-1, x.shape[-1])
+            if layer.bias is None:
+                weight = 1 / _tokens(after).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+                x, gap = _tokens(x) * weight, gap * weight
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))
             for sums, rows in zip((fit, held), split_rows(block, passage, hidden), strict=True):
                 sums.update(x, gap, *rows)
-        return fit, held
+        return fit, held, ends
 
-    def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> None:
-        """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale."""
+    def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> Folded | None:
+        """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale.
+
+        Returns by how much what the layer adds to the stream changes, per input, as its dtype has it.
+        """
         layer = projection_at(self.smaller, site.down)
         inputs, bias = layer.weight.shape[1], layer.bias is not None
-        fix = correction(fit, held, bias)
+        fix = correction(fit, held, bias, self.place or Place.on(layer.weight.device))
         if fix is None:
-            return
+            return None
         if fit.n + held.n < 2 * inputs:
             self.few.append(site.name)
-        W, b = in_float64(layer)
+        W, b = in_float64(*layer)
+        fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
         back = torch.where(scale == 0, 1.0, scale)
-        refill(self.smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
-        there = (fit + held).moments(bias)
+        made = Folded(W + fix.R / back[:, None], b + fix.c / back)
+        rounded = (part.to(layer.weight.dtype).to(W) for part in made)
+        dW, db = (new - old for new, old in zip(rounded, (W, b), strict=True))
+        change = Folded(dW * scale[:, None], db * scale)
+        refill(self.smaller, site.down, made, bias=bias)
+        there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
         self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
+        return change
+
+
+def _added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    """output (..., C) + x (..., D) W^T + b, multiplied in float32 at least."""
+    y = _tokens(output)
+    return (y + _tokens(x) @ W.mT.to(y) + b.to(y)).view_as(output).to(output.dtype)
 
 
 def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Run) -> None:
     """The refitted model, run as a whole, must end in the stream that the refit left it with."""
     found: list[Tensor] = []
-    hook = model.get_submodule(last.name).register_forward_hook(lambda _m, _a, output: found.append(stream_of(output)))
+    hook = model.get_submodule(last.name).register_forward_hook(
+        here(lambda _m, _a, output: found.append(stream_of(output)))
+    )
     with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
         run_model()
     if not found or not close(found[0], expected):
@@ -247,13 +241,14 @@ def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Ru
         )
 
 
-def correction(fit: TokenSums, held: TokenSums, intercept: bool) -> Correction | None:
+def correction(fit: TokenSums, held: TokenSums, intercept: bool, place: Place) -> Correction | None:
     """What the layer shall add to its output: as much as the held-out samples say; None for nothing."""
     both = fit + held
     if not fit.n or not held.n or both.square == 0:
         return None
-    ridge = choose_ridge(fit.moments(intercept), held.moments(intercept))
-    return None if ridge is None else fit_gap(both.moments(intercept), ridge)
+    seen, unseen, whole = (part.moments(intercept).at(place) for part in (fit, held, both))
+    ridge = choose_ridge(seen, unseen)
+    return None if ridge is None else fit_gap(whole, ridge)
 
 
 def _tokens(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ called it, with another hidden state in its place. Whether a model is made like 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ from corp.calibration.batches import evaluating
 from corp.calibration.hooks import block_of, removing, without_fast_path
 from corp.calibration.masks import Masks
 from corp.calibration.multihead import averages
+from corp.calibration.threads import here
 from corp.errors import PlanError
 from corp.sites import AttentionSite, LinearSite, Mask, Site, ValueSite
 from corp.surgery.padded import taken
@@ -82,12 +83,16 @@ def stream_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
+class Enough(Exception):  # noqa: N818  (no error)
+    """All that was watched has been seen: the rest of the block need not run."""
+
+
 def drive(model: nn.Module, name: str, call: Call, hidden: Tensor) -> Tensor:
-    """The block's output, called as it was but with this hidden state."""
+    """The block's output, called as it was but with this hidden state; the hidden state if Enough was raised inside."""
     block, call = model.get_submodule(name), call.having(hidden)
-    with torch.no_grad(), evaluating(block), without_fast_path():
-        output: Tensor = stream_of(block(*call.args, **call.kwargs))
-    return output
+    with torch.no_grad(), evaluating(block), without_fast_path(), suppress(Enough):
+        hidden = stream_of(block(*call.args, **call.kwargs))
+    return hidden
 
 
 def record(
@@ -118,8 +123,8 @@ def record(
                 ends[name] = passage.last
 
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
+        handles.append(module.register_forward_pre_hook(here(before), with_kwargs=True))
+        handles.append(module.register_forward_hook(here(after)))
 
     for name in blocks_of(sites):
         watch(name)
@@ -174,8 +179,13 @@ class Seen(NamedTuple):
 
 
 @contextmanager
-def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") -> Iterator[dict[str, Seen]]:
-    """Within this context, collect the outputs of sites in the order of the data, and the input of one of them."""
+def watching(
+    model: nn.Module, sites: Sequence[LinearSite], inputs: str = "", *, stop: bool = False
+) -> Iterator[dict[str, Seen]]:
+    """Within this context, collect the outputs of sites in the order of the data, and the input of one of them.
+
+    With `stop`, the block ends there.
+    """
     seen: dict[str, Seen] = {}
 
     def watch(site: LinearSite) -> Iterator[Any]:
@@ -186,24 +196,28 @@ def watching(model: nn.Module, sites: Sequence[LinearSite], inputs: str = "") ->
             if wanted:
                 x = averages(module, args, kwargs) if is_multihead(site) else taken(module, args[0])
             seen[site.name] = Seen(x, stream_of(output))
+            if wanted and stop:
+                raise Enough
 
         name = site.attention if isinstance(site, ValueSite) and is_multihead(site) else site.down
-        yield model.get_submodule(name).register_forward_hook(after, with_kwargs=True)
+        yield model.get_submodule(name).register_forward_hook(here(after), with_kwargs=True)
 
     with removing([handle for site in sites for handle in watch(site)]):
         yield seen
 
 
 @contextmanager
-def meeting(model: nn.Module, junctions: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Within this context, collect what goes into these modules."""
+def meeting(model: nn.Module, junctions: Sequence[str], *, stop: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Within this context, collect what goes into these modules; with `stop`, the block ends at the first."""
     met: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
             met[name] = args[0]
+            if stop:
+                raise Enough
 
-        return model.get_submodule(name).register_forward_pre_hook(before)
+        return model.get_submodule(name).register_forward_pre_hook(here(before))
 
     with removing([watch(name) for name in junctions]):
         yield met

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,12 +19,14 @@ from corp.allocation.tokens import (
     Shape,
     choose_schedule,
     count_operations,
+    few,
     in_every_second,
     merged_copy,
     rising,
     scaled,
 )
 from corp.calibration.batches import Forward, size_of
+from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.errors import DataError, ModelError, PlanError
 from corp.measure.closeness import Closeness, Reference
 from corp.planning.merging import Merging
@@ -32,6 +34,7 @@ from corp.recipe import Recipe
 from corp.refit.merged import find_merging
 from corp.sites import Sites
 
+OFFER_SAMPLES = 64  # held-out samples on which merging is compared with what was done
 SAMPLES = 128  # held-out samples that splits of a budget are compared on
 WIDTHS = 0.9  # the share of the merged model's operations that widths leave, to start from
 STEP, LEAST = 0.05, 0.6  # between the shares that are tried, and the smallest
@@ -183,15 +186,23 @@ class Offer(NamedTuple):
 
 
 def offer_merging(
-    model: nn.Module, sites: Sites, pruned: nn.Module, target: float, held: Sequence[Any], forward: Forward | None
+    model: nn.Module,
+    sites: Sites,
+    pruned: nn.Module,
+    target: float,
+    batches: Iterable[Any],
+    forward: Forward | None = None,
 ) -> Offer | None:
     """The merged model under this share of the operations beside the pruned one; None if tokens cannot be merged."""
+    held = HeldBatches(HoldOut.of(batches), OFFER_SAMPLES)
+    held.collect(batches)
     try:
-        free = find_merging(model, sites, held[0], forward)
-        operations = count_operations(model, held[0], free, forward)
+        some = few(held.batches)
+        free = find_merging(model, sites, some[0], forward)
+        operations = count_operations(model, some[0], free, forward)
         merging = operations.fit(model, free, rising(len(free.schedule)), target)
+        reference = Reference(model, some, forward)
     except (ModelError, PlanError, DataError):
         return None
-    reference = Reference(model, held, forward)
     merged = reference.compare(merged_copy(model, merging))
-    return Offer(merged, reference.compare(pruned), sum(map(size_of, held)))
+    return Offer(merged, reference.compare(pruned), sum(map(size_of, some)))

@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from corp.planning.plan import SitePlan
-from corp.planning.report import TOTALS, Report
+from corp.planning.report import STAGES, TOTALS, Report
 from corp.recipe import KINDS
 from corp.report import svg
 from corp.report.remake import remake
@@ -108,6 +108,9 @@ class Run:
             [row[0], *zip((*map(float, pair), kept), row[1:], strict=True)] for kept, pair, row in self._totals()
         ]
         return Table("The whole model.", ["quantity", *TOTALS[1:]], rows)
+
+    def stages(self) -> Table:
+        return Table("How long every stage was estimated to take, and took.", STAGES, self.report.stages())
 
     def before_after(self) -> Figure:
         entries = [svg.Entry(row[0], row[0], (kept, 1.0), (row[2], row[1])) for kept, _, row in self._totals()]

@@ -22,7 +22,7 @@ from corp.planning.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
 from corp.storage.export import targets
-from corp.storage.export.possible import targets_for
+from corp.storage.export.possible import Exports
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.tying import assign, tied_names
@@ -135,7 +135,7 @@ def exports(source: str | Path) -> dict[str, str | None]:
     with torch.device("meta"):
         model = rebuild(manifest["base"], folder)
     _shrink_all(model, tuple(earlier))
-    return targets_for(model, last)
+    return Exports(model).of(last)
 
 
 def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:

@@ -31,6 +31,7 @@ from corp.sites import (
     projection_at,
 )
 from corp.surgery.attention import Parts, narrow_queries, narrow_values, replace_attention
+from corp.surgery.dispatch import undispatched
 from corp.surgery.linear import shrink_down, shrink_mlp
 from corp.surgery.merged import merge_tokens
 from corp.surgery.output import replace_output
@@ -66,15 +67,15 @@ def narrowed_shell(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics
     """A smaller model that shares with the dense one all tensors that the plan leaves alone: for trials."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     smaller = copy.deepcopy(model, shared)  # tensors in the memo are not copied
-    for group in match(sites, plan):
-        with at_site(group[0][0]), timed("compensate"):
-            folds = [one.fold or fold_site(model, site, one, stats, plan.recipe) for site, one in group]
-            apply_group(smaller, group, folds)
-    if plan.output is not None:
-        head = match_output(sites, plan.output)
-        replace_output(
-            smaller, head, plan.output.keep, plan.output.fold or _fold_output(model, head, plan.output, stats)
-        )
+    with undispatched(smaller):
+        for group in match(sites, plan):
+            with at_site(group[0][0]), timed("compensate"):
+                folds = [one.fold or fold_site(model, site, one, stats, plan.recipe) for site, one in group]
+                apply_group(smaller, group, folds)
+        if plan.output is not None:
+            head = match_output(sites, plan.output)
+            fold = plan.output.fold or _fold_output(model, head, plan.output, stats)
+            replace_output(smaller, head, plan.output.keep, fold)
     return smaller
 
 

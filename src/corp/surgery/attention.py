@@ -217,7 +217,7 @@ def _without_nested_tensors(model: nn.Module, name: str) -> None:
 
 
 def _narrow(dense: Projection, kept: Sequence[Tensor], maps: Sequence[Tensor] | None) -> Projection:
-    """Every head's rows restricted to what it keeps; folding is float64, the cast comes last (in make_linear)."""
+    """Every head's rows restricted to what it keeps; maps keep their dtype, the cast comes last (in make_linear)."""
     heads = len(kept)
     W = dense.weight.reshape(heads, -1, dense.weight.shape[1])  # (H, d, D)
     b = None if dense.bias is None else dense.bias.reshape(heads, -1)  # (H, d)
@@ -225,8 +225,5 @@ def _narrow(dense: Projection, kept: Sequence[Tensor], maps: Sequence[Tensor] | 
         index = [group.to(W.device) for group in kept]
         weight = torch.cat([rows[i] for rows, i in zip(W, index, strict=True)])
         return Projection(weight, None if b is None else torch.cat([v[i] for v, i in zip(b, index, strict=True)]))
-    # On the CPU: not every device has float64.
-    weight = torch.cat([m @ rows.cpu().double() for m, rows in zip(maps, W, strict=True)])
-    return Projection(
-        weight, None if b is None else torch.cat([m @ v.cpu().double() for m, v in zip(maps, b, strict=True)])
-    )
+    weight = torch.cat([m @ rows.to(m) for m, rows in zip(maps, W, strict=True)])
+    return Projection(weight, None if b is None else torch.cat([m @ v.to(m) for m, v in zip(maps, b, strict=True)]))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp.calibration.threads import has_hooks
 from corp.numerics.affine import Folded
 from corp.sites import LinearSite, MLPSite, Projection, is_transposed, projection_at
 
@@ -21,7 +22,7 @@ def why_not_linear(module: object) -> str | None:
     plain = isinstance(module, nn.Module) and (type(module) is nn.Linear or is_transposed(module))
     if not plain or not isinstance(module, nn.Module) or torch.nn.utils.parametrize.is_parametrized(module):
         return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer"
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module):
         return "has forward hooks, which may change what it computes; remove them before pruning"
     if odd := sorted({name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}):
         return f"makes its weight of {', '.join(odd)}; remove that (torch.nn.utils.remove_weight_norm …) before pruning"

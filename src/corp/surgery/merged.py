@@ -93,7 +93,7 @@ class MergingBlock(nn.Module):
         y, keys = attend_and_keys(getattr(self, p.attention), seen, bias, self.read)
         x, sizes = x[:, : self.read], sizes[:, : self.read]
         x = x + self._through(p.after, y)
-        if self.r:
+        if self.r and x.shape[1] - self.prefix > 1:
             found = match(keys, min(self.r, (x.shape[1] - self.prefix) // 2), self.prefix)
             x, sizes = merge(x, sizes, found, self.prefix)
             groups = groups if groups is None else regroup(groups, found, self.prefix)

@@ -19,6 +19,8 @@ from corp.errors import ModelError
 from corp.numerics import rotary, subspace
 from corp.numerics.affine import Folded
 from corp.numerics.output import LowRank, output_error
+from corp.numerics.place import Place, in_float64
+from corp.observer import Advance
 from corp.planning.fitting import split
 from corp.planning.output import OutputPlan
 from corp.planning.plan import Plan, SitePlan
@@ -32,9 +34,9 @@ from corp.sites import (
     Site,
     Sites,
     ValueSite,
-    in_float64,
     projection_at,
     rows_of,
+    site_devices,
 )
 
 ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
@@ -60,9 +62,17 @@ class Finding:
         return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
 
 
-def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics, plan: Plan) -> list[Finding]:
+def verify(
+    dense: nn.Module,
+    pruned: nn.Module,
+    sites: Sites,
+    stats: Statistics,
+    plan: Plan,
+    advance: Advance = lambda _sites: None,
+) -> list[Finding]:
     """Check every planned site whose narrowed weights are where corp's own modules keep them."""
     epsilon = torch.finfo(next(pruned.parameters()).dtype).eps
+    stats = stats.at({name: Place.exactly(device) for name, device in site_devices(dense, sites).items()})
     widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
     findings = []
     for site_plan in plan.sites:
@@ -71,6 +81,7 @@ def verify(dense: nn.Module, pruned: nn.Module, sites: Sites, stats: Statistics,
         if found is not None:
             planned, energy = (sum(getattr(cost, name) for cost in site_plan.costs) for name in ("J", "energy"))
             findings.append(Finding(site.name, site.kind, planned, found, energy, epsilon))
+        advance(1)
     if plan.output is not None:
         findings.append(_output_finding(dense, pruned, stats, plan.output, epsilon))
     return findings
@@ -80,9 +91,9 @@ def _output_finding(
     dense: nn.Module, pruned: nn.Module, stats: Statistics, plan: OutputPlan, epsilon: float
 ) -> Finding:
     """The error of the factored output head, from its weights."""
-    P, _ = in_float64(projection_at(pruned, f"{plan.name}.down"))
-    U, b = in_float64(projection_at(pruned, f"{plan.name}.up"))
-    moments, linear = stats.moments_of(plan.name).total(), Folded(*in_float64(projection_at(dense, plan.name)))
+    P, _ = in_float64(*projection_at(pruned, f"{plan.name}.down"))
+    U, b = in_float64(*projection_at(pruned, f"{plan.name}.up"))
+    moments, linear = stats.moments_of(plan.name).total(), Folded(*in_float64(*projection_at(dense, plan.name)))
     found = output_error(linear, LowRank(P, U, b), moments.mean, moments.cov())
     return Finding(plan.name, "output", plan.J, found, plan.energy, epsilon)
 
@@ -112,8 +123,8 @@ def errors_in(
 ) -> float | None:
     """The error of one site with the weights that stand in `pruned`, from the sums; None where they are not found."""
     if isinstance(site, MLPSite):
-        kept = site_plan.indices()[0]
-        W_new, b_new = in_float64(projection_at(pruned, site.down))
+        W_new, b_new = in_float64(*projection_at(pruned, site.down))
+        kept = site_plan.indices()[0].to(W_new.device)
         whole = W_new.new_zeros(len(W_new), site.width).index_copy_(1, kept, W_new)
         return _output_error(dense, site, whole, b_new, stats)
     if rows is None:
@@ -121,14 +132,14 @@ def errors_in(
     if isinstance(site, ValueSite):
         T = _maps(rows_of(dense, site.v), rows_of(pruned, rows["v"]), site.groups)
         each = [t for t in T for _ in range(site.heads // site.groups)]
-        W_new, b_new = in_float64(projection_at(pruned, site.down))
+        W_new, b_new = in_float64(*projection_at(pruned, site.down))
         return _output_error(dense, site, W_new @ torch.block_diag(*each), b_new, stats)
     return _logit_error(dense, pruned, site, rows, stats, plan, site_plan)
 
 
 def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
     """E||W x + b - W' x - b'||^2, W' (o, D) being what the narrowed site does to all of its inputs."""
-    W, b = in_float64(projection_at(dense, site.down))
+    W, b = in_float64(*projection_at(dense, site.down))
     moments = stats.moments_of(site.name).total()
     D = W - W_new
     return float(((D @ moments.cov()) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
@@ -220,5 +231,5 @@ def _map(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _rows(part: Projection) -> Tensor:
-    weight, bias = in_float64(part)
+    weight, bias = in_float64(*part)
     return torch.cat([weight, bias[:, None]], 1)

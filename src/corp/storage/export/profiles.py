@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from corp.adapters.registry import Library, adapter_named, find_sites, library_of
 from corp.errors import StorageError
-from corp.measure.cost import count_params
+from corp.measure.cost import count_macs, count_params
 from corp.planning.plan import Plan
 from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.padding import pad
@@ -27,7 +28,8 @@ from corp.storage.export.rotary import (
     written_state,
 )
 from corp.storage.tying import assign
-from corp.surgery.apply import history
+from corp.surgery.apply import history, set_history
+from corp.surgery.merged import merge_tokens
 
 STANDARD, COMPAT = "standard", "compat"
 Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]
@@ -36,26 +38,43 @@ LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what it
 
 
 def refuse_beyond_widths(plans: Sequence[Plan], target: str) -> None:
-    """Refuse what only corp's own folders, ONNX and PT2 hold: merged tokens, and a factored output head."""
-    if reason := beyond_widths(any(plan.merging for plan in plans), any(plan.output for plan in plans), target):
+    """Refuse what only corp's own folders, ONNX and PT2 hold: a factored output head."""
+    if reason := beyond_widths(any(plan.output for plan in plans), target):
         raise StorageError(reason)
 
 
-def beyond_widths(merged: bool, factored: bool, target: str) -> str | None:
-    """Why `target` cannot hold a model that merges tokens or has a factored output head; None if it does neither."""
-    what, remedy = ("merges tokens", "tokens=None") if merged else ("has a low-rank output head", "output=0")
-    reason = f"this model {what}, which {target} cannot hold; export to onnx or pt2, or prune with {remedy}"
-    return reason if merged or factored else None
+def beyond_widths(factored: bool, target: str) -> str | None:
+    """Why `target` cannot hold a model with a factored output head; None if it has none."""
+    reason = f"this model has a low-rank output head, which {target} cannot hold; export to onnx or pt2, or prune with "
+    return f"{reason}output=0" if factored else None
 
 
-def holds_narrower_heads(model: nn.Module, library: Library, identity: dict[str, Any]) -> bool:
-    """Whether the standard profile can say that all heads of this dense model are narrower."""
+def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model with its tokens left as they are, which is all that a library's own format holds, and what it costs."""
+    plans = history(model)
+    if not any(plan.merging for plan in plans):
+        return model, ()
+    plain = copy.deepcopy(model)
+    for plan in plans:
+        if plan.merging is not None:
+            idle = replace(plan.merging, schedule=(0,) * len(plan.merging.schedule), read=None, unmerge=False)
+            merge_tokens(plain, idle)
+    set_history(plain, tuple(replace(plan, merging=None) for plan in plans))
+    batch = library.example(model)
+    before, after = (count_macs(one, batch) for one in (model, plain))
+    note = (
+        f"merged tokens are left out, because plain {library.name} cannot hold them: the model computes "
+        f"{after / before:.2f} times the operations; export to onnx or pt2 to keep them"
+    )
+    return plain, (note,)
+
+
+def holds_narrower_heads(model: nn.Module, width: int, library: Library, identity: dict[str, Any]) -> bool:
+    """Whether the standard profile can say that all heads, which are `width` wide in the dense model, are narrower."""
     common = common_heads(model)
     if common is None:
-        width = find_sites(model).attention[0].width
-        return precise(model) == next(model.parameters()).dtype and bool(
-            library.resize_heads(identity, width - 2, None)
-        )
+        exact = precise(model) == next(model.parameters()).dtype  # see _one_head_width
+        return exact and library.resize_heads(identity, width - 2, None) is not None
     rope = _rope(model, common._replace(width=common.width - 2, pairs=common.pairs[:-1]))
     return rope is not None and library.resize_heads(identity, common.width - 2, rope) is not None
 
@@ -75,7 +94,9 @@ def write_profile(
     preprocessing come from the first of `sources` that has them.
     """
     library, make = library_for(base)
-    refuse_beyond_widths(history(model), library.name)
+    made_by = history(model)
+    refuse_beyond_widths(made_by, library.name)
+    model, notes = without_merging(model, library)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
     rotary: dict[str, Tensor] = {}  # attentions whose heads the config can say, all of one width
@@ -110,10 +131,11 @@ def write_profile(
         (count_params(model), count_params(target)),
         difference,
         tuple(library.companions(sources, folder)),
+        notes,
     )
     # The folder may move: on record is its name alone.
     name = path.resolve().name
-    write_record(folder, name, replace(made, load=library.call(identity, name)), record, history(model))
+    write_record(folder, name, replace(made, load=library.call(identity, name)), record, made_by)
     return made
 
 

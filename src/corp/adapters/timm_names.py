@@ -1,0 +1,36 @@
+"""The names of timm's models, read off its source files: importing timm takes seconds, which a mistyped name need not.
+
+Nothing heavy is imported here, so that a mistyped name is told before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from corp.adapters.near_names import near
+from corp.errors import ModelError
+
+REGISTERED = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
+
+
+def require_known(name: str) -> None:
+    """Refuse a name that stands nowhere in the source of timm's models, and suggest those that are near."""
+    wanted, sources = name.partition(".")[0], _sources()
+    if sources and not any(re.search(rf"\b{re.escape(wanted)}\b", text) for text in sources):
+        raise unknown(name, [model for text in sources for model in REGISTERED.findall(text)])
+
+
+def unknown(name: str, known: list[str]) -> ModelError:
+    """What to say of a name that is none of the known ones."""
+    names = near(name.partition(".")[0], known)
+    hint = f"did you mean {', '.join(names)}?" if names else "timm.list_models() lists all"
+    return ModelError(f"timm has no model called {name!r}, and there is no folder of that name; {hint}")
+
+
+def _sources() -> list[str]:
+    """The text of every module of timm.models; nothing if timm is not installed as files."""
+    spec = find_spec("timm")
+    folders = [Path(place, "models") for place in (spec.submodule_search_locations if spec else None) or []]
+    return [file.read_text(encoding="utf-8") for folder in folders for file in sorted(folder.glob("*.py"))]

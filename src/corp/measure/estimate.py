@@ -1,0 +1,262 @@
+"""How long a run will take and what memory it will need, stage by stage: from shapes and a short test of the machine.
+
+Every formula counts multiply-accumulates of the largest terms; what a machine makes of them is measured. The factors
+say how many times as long a step takes as one product of that size, and were fitted on runs of many shapes
+(benchmarks/estimate.py prints them anew). D is the width of a site's input, d of a head, N the samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import Forward, evaluating, feed, inputs_of, move, placement, size_of
+from corp.calibration.grams import CAUSAL_BLOCKS, folds_after
+from corp.calibration.memory import human, site_bytes, working_bytes
+from corp.measure.footprint import weight_bytes
+from corp.measure.units import tokens_at
+from corp.observer import duration
+from corp.recipe import SUBSPACE, Recipe
+from corp.sites import AttentionSite, LinearSite, MLPSite, OutputHead, Site, Sites, projection_at
+from corp.tables import Tabular
+
+FIT, SKETCH, ELIMINATE, VALUES = 4.0, 1.8, 3.0, 12.0  # D^3, float64: plan a layer, plan it for a trial, choose inputs
+TOUCH = 2000.0  # D^2: what a fit reads and writes, in products that the same time would do
+HEADS = {SUBSPACE: (80.0, 1.5)}  # N d^3 of a head: to plan it, and for a trial
+COORDINATES = (35.0, 15.0)
+ROTATED = 60.0  # d^3 of a head
+SUMS = 1.3  # of float32 products: the sums of calibration and refit
+CHECK = 1.0  # D^3: the self-check of a layer
+STREAMS = 8  # hidden states that the refit holds of every sample, the input of a block's last layer among them
+REPLAYS = 2.4  # times that the refit runs a block
+SOLVES = 7.0  # D^3: a layer's refit
+SITE = 0.004  # seconds that anything takes
+TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
+COSTLY = 30.0  # seconds from which on a stage that outweighs the pass over the data is worth a word
+
+
+class Machine(NamedTuple):
+    """What was measured: multiply-accumulates per second in float32 and float64, and seconds of one sample."""
+
+    single: float
+    double: float
+    forward: float
+
+
+class Load(NamedTuple):
+    """What a run goes through: samples, and how many of them trial models and the refit see."""
+
+    samples: int
+    tokens: Mapping[str, int]  # of one sample, at every site
+    counted: Mapping[str, int]  # those of them that are summed up, at every linear site
+    calibrates: bool = True  # not where statistics are given
+    trials: int = 0
+    tried: int = 0  # samples that every trial model is compared on
+    curves: bool = False  # whether errors at every width are needed
+    refitted: int = 0
+
+
+class Stage(NamedTuple):
+    """One stage of a run, as the observer hears of it."""
+
+    name: str
+    seconds: float
+    memory: int  # bytes beside the model
+    avoid: str = ""  # what makes it cheaper
+
+
+@dataclass(frozen=True, repr=False)
+class Estimate(Tabular):
+    """What will be done, on what, and about how long and with how much memory; stages are empty if that is unknown."""
+
+    what: str
+    stages: tuple[Stage, ...]
+    base: int = 0  # bytes that the process holds before
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def memory(self) -> int:
+        """The peak of the process, in bytes."""
+        return self.base + max((stage.memory for stage in self.stages), default=0)
+
+    def line(self) -> str:
+        """What will be done and how long that takes, in one line."""
+        if not self.stages:
+            return f"{self.what}: how long that takes is unknown, because the number of samples is"
+        return f"{self.what}: about {duration(self.seconds)}, {human(self.memory)} of memory"
+
+    def advice(self) -> list[str]:
+        """A sentence on every stage that costs far more than the pass over the data, with what avoids it."""
+        data = max(COSTLY, *(s.seconds for s in self.stages if not s.avoid))
+        return [
+            f"{stage.name} takes about {duration(stage.seconds)} of it; {stage.avoid}"
+            for stage in self.stages
+            if stage.seconds > data and stage.avoid
+        ]
+
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        rows = [(s.name, duration(s.seconds), human(self.base + s.memory)) for s in self.stages]
+        return self.what, ("stage", "time", "memory"), [*rows, ("all", duration(self.seconds), human(self.memory))]
+
+    def to_dict(self) -> dict[str, Any]:
+        stages = [{"stage": s.name, "seconds": s.seconds, "memory": self.base + s.memory} for s in self.stages]
+        return {"what": self.what, "seconds": self.seconds, "memory": self.memory, "stages": stages}
+
+
+def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, machine: Machine) -> tuple[Stage, ...]:
+    """The stages of a run of `corp.prune`, in order."""
+    own = [site for site in sites if not recipe.skips(site.name)]
+    linear = [site for site in own if not isinstance(site, AttentionSite)]
+    weights, sums = weight_bytes(model), sum(site_bytes(site, load.samples) for site in summed(sites))
+    solving = sums + 64 * max((site.inputs for site in linear), default=0) ** 2  # eight matrices of a site
+    known, found = load.curves, []
+    if load.calibrates:
+        seconds = load.samples * machine.forward + sum(sum_seconds(site, load, machine) for site in summed(sites))
+        memory = sums + working_bytes(summed(sites), load.samples)
+        found.append(Stage(f"calibrating on {placement(model)[0]}", seconds, memory))
+    if load.curves:
+        seconds = sum(curve_seconds(site, machine) for site in linear)
+        found.append(Stage("error curves", seconds, solving, "allocate='uniform' goes without"))
+    if load.trials:
+        sketches = sum(plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in own)
+        seconds = load.trials * (sketches + load.tried * machine.forward)
+        found.append(
+            Stage("trying widths", seconds, solving + weights, "rank='combined' needs fewer, allocate='uniform' none")
+        )
+    seconds = sum(plan_seconds(site, recipe, load, machine, known=known) for site in own)
+    found.append(Stage("planning", seconds, solving + weights, _cheaper(own, recipe)))
+    checked = sum(_cube(site.inputs, CHECK) for site in linear if _pruned(site, recipe)) / machine.double
+    found.append(Stage("checking", checked + SITE * len(own), solving + 2 * weights))
+    if load.refitted:
+        wide = max((projection_at(model, site.down).weight.shape[0] for site in linear), default=0)
+        held = sums + 2 * weights + STREAMS * 4 * load.refitted * max(load.tokens.values()) * wide
+        if not load.calibrates:  # else it is done on the way
+            found.append(Stage("recording for the refit", load.refitted * machine.forward, held))
+        seconds = load.refitted * REPLAYS * machine.forward + sum(refit_seconds(s, load, machine) for s in linear)
+        found.append(Stage("refitting", seconds, held, "sequential=False goes without"))
+    return tuple(found)
+
+
+def sum_seconds(site: Site | OutputHead, load: Load, machine: Machine) -> float:
+    """The sums of one site: half of x^T x, D^2 / 2 per token, or Grams of queries and keys, d^2 per token and head."""
+    if isinstance(site, AttentionSite):
+        return SUMS * load.samples * load.tokens[site.name] * site.heads * site.width**2 / machine.single
+    return SUMS * load.samples * load.counted[site.name] * site.inputs**2 / 2 / machine.single
+
+
+def curve_seconds(site: Site, machine: Machine) -> float:
+    """Elimination of an MLP's channels one by one, 3 D^3; of values a basis, 12 D^3, and fits at eight widths."""
+    if isinstance(site, AttentionSite):
+        return 0.0
+    factor = ELIMINATE if isinstance(site, MLPSite) else VALUES + 8 * SKETCH / 2
+    return SITE + _cube(site.inputs, factor) / machine.double
+
+
+def plan_seconds(
+    site: Site, recipe: Recipe, load: Load, machine: Machine, *, trial: bool = False, known: bool = False
+) -> float:
+    """Choose, fit and predict at one site; a trial only fits, and `known` elimination paths are not computed again."""
+    if isinstance(site, AttentionSite):
+        return _head_seconds(site, recipe, load, machine, trial=trial) if _pruned(site, recipe) else 0.0
+    if not _pruned(site, recipe):
+        return 0.0
+    factor = SKETCH if trial else FIT
+    if isinstance(site, MLPSite):
+        factor += ELIMINATE if recipe.rank == "exact" and not known else 0.0
+    else:
+        factor += VALUES if recipe.vo_basis == SUBSPACE else 0.0
+    return SITE + _cube(site.inputs, factor) / machine.double
+
+
+def refit_seconds(site: LinearSite, load: Load, machine: Machine) -> float:
+    """The sums of what one layer is fed, D^2 per token, and its solves."""
+    tokens = load.refitted * load.tokens[site.name]
+    return SITE + SUMS * tokens * site.inputs**2 / machine.single + _cube(site.inputs, SOLVES) / machine.double
+
+
+def _head_seconds(site: AttentionSite, recipe: Recipe, load: Load, machine: Machine, *, trial: bool) -> float:
+    """Conjugate gradients over the Grams of N entries, N d^3 a step, or over their folded sum, d^5 / 2."""
+    d = site.plain_width
+    entries = load.samples * (CAUSAL_BLOCKS if site.causal else 1)
+    entries = d * d // 2 if entries > folds_after(d) else entries
+    factor = HEADS.get(recipe.attn_basis, COORDINATES)[trial]
+    work = factor * entries * d**3 + ROTATED * site.rotary_dims**3
+    return SITE + site.heads * (SITE + work / machine.double)
+
+
+def _cube(width: int, factor: float = 1.0) -> float:
+    """factor D^3, and what reading and writing D^2 numbers takes beside that."""
+    return factor * (width**3 + TOUCH / FIT * width**2)
+
+
+def _pruned(site: Site, recipe: Recipe) -> bool:
+    return recipe.has_target or recipe.sparsity(site.kind, site.name) > 0
+
+
+def summed(sites: Sites) -> list[Site | OutputHead]:
+    """Everything in the model whose inputs calibration sums up."""
+    return [*sites, *([sites.output] if sites.output else [])]
+
+
+def _cheaper(sites: list[Site], recipe: Recipe) -> str:
+    """The setting that makes planning of these sites cheap."""
+    widest = max(sites, key=lambda site: site.width)
+    if isinstance(widest, MLPSite) and recipe.rank == "exact":
+        return f"rank='combined' does not eliminate the {widest.width} channels of an MLP one by one"
+    return "attn_basis='coordinates' is faster" if recipe.attn_basis == SUBSPACE else ""
+
+
+def measure_machine(
+    model: nn.Module, sites: Sites, batch: Any, forward: Forward | None
+) -> tuple[Machine, dict[str, int]]:
+    """The speed of products and of the model, and the tokens of one sample at every site; below a second.
+
+    `batch` is the first of the data, of which as many samples are run as fit into that time; None if only statistics
+    are known.
+    """
+    single, double = (_products(dtype) for dtype in (torch.float32, torch.float64))
+    if batch is None:
+        return Machine(single, double, 0.0), dict.fromkeys([site.name for site in summed(sites)], 0)
+    one = batch if forward is not None else first_samples(batch, 1)
+    with torch.no_grad(), evaluating(model):
+        moved = one if forward is not None else move(one, *placement(model))
+        tokens = tokens_at(model, sites, moved, forward)  # the first pass is the slow one
+        seconds = _timed(lambda: feed(model, one, forward)) / size_of(one)
+        count = min(size_of(batch), int(TEST_SECONDS / seconds))
+        if forward is None and count > 1:
+            some = first_samples(batch, count)
+            seconds = _timed(lambda: feed(model, some)) / count
+    each = {name: -(-number // size_of(one)) for name, number in tokens.items()}
+    if sites.output is not None:
+        each[sites.output.name] = max(each.values())
+    return Machine(single, double, seconds), each
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """The first samples of a batch."""
+    batch = inputs_of(batch)
+    if isinstance(batch, Mapping):
+        return {
+            key: value[:count] if isinstance(value, Tensor) and value.dim() else value for key, value in batch.items()
+        }
+    return batch[:count] if isinstance(batch, Tensor) and batch.dim() else batch
+
+
+def _products(dtype: torch.dtype, size: int = 512) -> float:
+    """Multiply-accumulates per second of a square matrix product: the best of three."""
+    a = torch.ones(size, size, dtype=dtype)
+    return float(size**3 / min(_timed(lambda: a @ a) for _ in range(4)))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

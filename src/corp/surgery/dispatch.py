@@ -1,0 +1,42 @@
+"""Models that accelerate spreads over devices: its hooks replace `forward`, so they are off while modules change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from corp.errors import ModelError
+
+
+def dispatched(model: nn.Module) -> dict[str, Any]:
+    """The modules with a hook of accelerate, by name, and the hook."""
+    return {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
+
+
+def require_present(model: nn.Module) -> None:
+    """Refuse a model of which accelerate keeps weights elsewhere until they are needed."""
+    for name, hook in dispatched(model).items():
+        if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
+            raise ModelError(
+                f"{name or 'the model'} is offloaded: accelerate loads its weights when it runs, so they cannot be "
+                "narrowed; use a device_map whose devices hold all weights (max_memory=...), or the CPU"
+            )
+
+
+@contextmanager
+def undispatched(model: nn.Module) -> Iterator[None]:
+    """Within this context, `model` has no hooks of accelerate; then the modules in their places have them."""
+    hooks = dispatched(model)
+    if hooks:
+        from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+
+        for name in hooks:
+            module = remove_hook_from_module(model.get_submodule(name))
+            if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+                del module.forward  # left behind by accelerate; a module of another class would go on using it
+    yield
+    for name, hook in hooks.items():
+        add_hook_to_module(model.get_submodule(name), hook)
