@@ -105,6 +105,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.beyond
+	$(BIN)/python -m benchmarks.rounding --out benchmarks/results/rounding.json
+	$(BIN)/python -m benchmarks.estimate --out benchmarks/results/estimate.json
 
 # make LOCKED=1: archives other than those whose hashes are in constraints-hashed.txt are refused.
 $(VENV)/.installed: pyproject.toml constraints.txt
