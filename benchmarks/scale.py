@@ -152,7 +152,7 @@ def in_a_process(case: Case) -> dict[str, Any]:
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """The power of the size with which the values grow, by least squares of logarithms."""
-    x, y = ([math.log(v) for v in part] for part in (sizes, values))
+    x, y = ([math.log(max(v, 1e-3)) for v in part] for part in (sizes, values))
     mx, my = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
 
