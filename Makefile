@@ -8,7 +8,7 @@ export SOURCE_DATE_EPOCH
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
 
-.PHONY: demo test check docs test-real test-lowest test-seeds test-random build check-dist reproducible sbom bench soak mutants clean
+.PHONY: demo test check docs test-real test-lowest test-latest test-seeds test-random build check-dist reproducible sbom bench soak mutants clean
 
 demo: $(VENV)/.installed
 	$(BIN)/corp demo --out corp-demo --overwrite
@@ -45,6 +45,15 @@ $(VENV)-lowest/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(VENV)-lowest
 	$(VENV)-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
 	touch $@
+
+# The newest timm and transformers beside the torch of constraints.txt: without that, pip takes a build of torch for CUDA,
+# of several gigabytes. `make test-latest TORCH="torch torchvision"` takes the newest of those as well.
+TORCH ?= $(shell grep --extended-regexp '^torch(vision)?==' constraints.txt)
+test-latest:
+	$(PYTHON) -m venv $(VENV)-latest
+	$(VENV)-latest/bin/python -m pip install --quiet --upgrade $(TORCH) timm transformers --editable '.[dev]'
+	$(VENV)-latest/bin/python -m pip list | grep --extended-regexp '^(torch|torchvision|timm|transformers) '
+	$(VENV)-latest/bin/python -m pytest -q --numprocesses auto tests/contract
 
 build: $(VENV)/.installed
 	rm -rf dist
@@ -96,6 +105,8 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.beyond
+	$(BIN)/python -m benchmarks.rounding --out benchmarks/results/rounding.json
+	$(BIN)/python -m benchmarks.estimate --out benchmarks/results/estimate.json
 
 # make LOCKED=1: archives other than those whose hashes are in constraints-hashed.txt are refused.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -110,4 +121,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest build dist corp-demo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-latest build dist corp-demo .pytest_cache .mypy_cache .ruff_cache

@@ -30,6 +30,7 @@ from corp.calibration.batches import (
     first_samples,
     move,
     placement,
+    uncompiled,
     without_cache,
 )
 from corp.calibration.experts import starved, supplied
@@ -694,7 +695,7 @@ def _countable(model: nn.Module, inputs: Any, run: _Run) -> Sample | None:
         batch = first if run.forward is not None else move(first, *placement(model))
         made += [_sample(model, first, run.forward), Sample(batch, run.forward)]
     for sample in made:
-        with suppress(Exception), torch.no_grad(), evaluating(model):  # of the model's own code
+        with suppress(Exception), torch.no_grad(), evaluating(model), uncompiled():  # of the model's own code
             feed(model, *sample)
             return sample
     return None

@@ -156,7 +156,7 @@ class _Contract:
 
     def again(self) -> str:
         once = self.made().model
-        sites = find_sites(once)
+        sites = find_sites(once, self.batches[0], self.forward)
         if not len(sites):
             return "nothing is left to prune"
         twice = self.prune(once, _recipe(sites, self.sparsity / 2)).model

@@ -50,12 +50,6 @@ def test_a_schedule_meets_its_budget_and_is_the_best_that_was_tried() -> None:
     assert chosen.divergence <= even["divergence"]
 
 
-def test_a_cost_may_be_anything_that_falls_with_merging() -> None:
-    model, held = models.build("no-class-token"), models.batches("no-class-token", count=1)
-    chosen = choose_schedule(model, held, PATCHES, 0.75, cost=lambda merging: 1 - sum(merging.schedule) / 16)
-    assert sum(chosen.merging.schedule) == 4
-
-
 def test_what_cannot_be_reached_is_refused() -> None:
     model, held = models.build("vit"), models.batches("vit", count=1)
     with pytest.raises(PlanError, match=r"cannot reach 0\.100 of the dense model's cost; prune widths too"):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import corp
 from corp.cli.main import app
+from corp.data import digits
 from tests.helpers import hf_folders
 from tests.helpers.seeds import seed_all, seeded
 
@@ -90,3 +91,18 @@ def test_timm_weights_keep_their_dtype(name: str, photos: Path, tmp_path: Path) 
         prune("test_vit", photos, tmp_path / folder, *options, *more, "--eval-data", photos)
         assert dtypes(tmp_path / folder) == {dtype}
         assert corp.load(tmp_path / folder)(torch.zeros(1, 3, 160, 160, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize(("name", "same", "cost"), [("bfloat16", 0.85, 0.03), ("float16", 0.95, 0.01)])
+@pytest.mark.parametrize("recipe", [corp.Recipe.paper(mlp=0.5, attn=0.5), corp.Recipe(mlp=0.5, sequential=False)])
+def test_how_far_the_plan_moves_in_half_precision(recipe: corp.Recipe, name: str, same: float, cost: float) -> None:
+    """Of the built-in model's plan at 50 %: the share of what every site keeps, and its predicted error."""
+    images = digits.load_split().calibration_images[:256].split(64)
+    plans = []
+    for dtype in (torch.float32, HALF[name]):
+        model = digits.load_model().to(dtype)
+        plans.append(corp.plan(model, corp.calibrate(model, [batch.to(dtype) for batch in images]), recipe))
+    for single, half in zip(*(plan.sites for plan in plans), strict=True):
+        kept = [{(g, i) for g, group in enumerate(site.kept) for i in group} for site in (single, half)]
+        assert len(kept[0] & kept[1]) >= same * len(kept[0]), single.name
+        assert half.relative_error == pytest.approx(single.relative_error, rel=cost), single.name

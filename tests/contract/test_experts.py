@@ -147,3 +147,20 @@ def test_other_packings_are_refused_by_name() -> None:
     found = corp.find_sites(nn.Sequential(Own(), Own())).refused
     assert [r.name for r in found] == ["0", "1"]
     assert "Own keeps its experts packed in one parameter in a way of its own" in found[0].reason
+
+
+def test_experts_in_one_parameter_each_and_latent_attention_are_refused_by_name() -> None:
+    jet = hf.JetMoeConfig(**{**TINY, "kv_channels": 8, "head_dim": 8})
+    refused = {r.name: r.reason for r in corp.find_sites(hf.JetMoeModel(jet).eval()).refused}
+    assert "JetMoeParallelExperts keeps its experts packed" in refused["layers.0.mlp.input_linear"]
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    config = hf.DeepseekV3Config(
+        **{**TEXT, "num_hidden_layers": 1, "first_k_dense_replace": 1, "num_key_value_heads": 3, **latent}
+    )
+    sites = corp.find_sites(hf.DeepseekV3Model(config).eval())
+    assert len(sites.mlp) == 1
+    assert {(r.name, r.kind) for r in sites.refused} == {
+        ("layers.0.self_attn", "attn"),
+        ("layers.0.self_attn.o_proj", "vo"),
+    }
+    assert all("one compressed state" in r.reason for r in sites.refused)

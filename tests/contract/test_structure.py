@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from timm.layers import AttentionRope
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from corp.adapters import proof
 from corp.adapters.settle import settle
 from corp.sites import MLPSite, Refusal, Rows
 from corp.testing import check_model
-from tests.helpers.hf_models import TEXT
+from tests.helpers.hf_models import IMAGE, TEXT
 from tests.helpers.models import SMALL, vit
 from tests.helpers.seeds import seed_all, seeded
 
@@ -78,6 +80,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, i
     ),
     "rope-2d": (
         lambda: timm.models.eva.Eva(**SMALL, **ROPE),
+        images,
+        (2, 2, 2),
+    ),
+    "partial-rotary": (
+        lambda: hf.NemotronModel(hf.NemotronConfig(**GROUPED, partial_rotary_factor=0.5)),
+        lambda: ids("input_ids"),
+        (2, 2, 2),
+    ),
+    "one-query": (
+        lambda: timm.models.cait.Cait(
+            img_size=16, patch_size=4, embed_dim=24, depth=1, depth_token_only=1, num_heads=3, num_classes=5
+        ),
         images,
         (2, 2, 2),
     ),
@@ -233,3 +247,31 @@ def test_a_norm_of_queries_that_is_no_module_is_found_out() -> None:
     sites = corp.find_sites(model, torch.randn(2, 9, 24, dtype=torch.float64))
     assert [r.name for r in sites.refused if r.kind == "attn"] == ["0"]
     assert [site.name for site in sites.values] == ["0.proj"]
+
+
+def test_where_outputs_belong_is_saved_and_checked(tmp_path: Path) -> None:
+    model = build("alibi-by-head")
+    result = corp.prune(model, [ids("input_ids")], corp.Recipe(attn=0.5))
+    corp.save(result, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = [name for name in tensors if name.endswith(".index")]
+    tensors[name].zero_()
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(corp.errors.StorageError, match="does not say where its outputs belong"):
+        corp.load(tmp_path / "model", base=model)
+
+
+def test_inputs_that_have_to_fit_each_other_are_counted_as_they_come() -> None:
+    """Zeros in their shapes hold no image token, so the model does not take them."""
+    vision = {**IMAGE, "hidden_size": 32, "num_attention_heads": 4, "model_type": "clip_vision_model"}
+    config = hf.LlavaConfig(
+        text_config={**GROUPED, "model_type": "llama"}, vision_config=vision, image_token_id=3, vision_feature_layer=-1
+    )
+    torch.manual_seed(0)
+    model = hf.LlavaForConditionalGeneration(config).double().eval()
+    batch = {"input_ids": ids("input_ids")["input_ids"].clamp(min=4), "pixel_values": images()}
+    batch["input_ids"] = torch.cat([torch.full((8, 16), 3), batch["input_ids"]], 1)
+    result = corp.prune(model, [batch, batch], corp.Recipe(target_macs=0.8))
+    dense, smaller = result.report.macs or (1, 1)
+    assert smaller <= 0.8 * dense

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from corp.adapters.structure import CROSS, in_block
-from corp.sites import AttentionSite, Mask, MLPSite, Site, module_of
+from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Site, module_of
 
 EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")
 MASK, ENCODER_MASK = "attention_mask", "encoder_attention_mask"
@@ -66,3 +67,12 @@ def window_of(model: nn.Module, name: str) -> int | None:
     owner = module if hasattr(module, "sliding_window") else getattr(module, "config", None)
     found = getattr(owner, "sliding_window", None)
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+
+def latent_attentions(model: nn.Module) -> Iterator[Refusal]:
+    """Attentions whose keys and values are made from one compressed state (DeepSeek's MLA)."""
+    for name, module in model.named_modules():
+        if {"kv_b_proj", "o_proj"} <= {child for child, _ in module.named_children()}:
+            reason = f"{type(module).__name__} makes keys and values of one compressed state, which is not understood"
+            yield Refusal(name, "attn", reason)
+            yield Refusal(f"{name}.o_proj", "vo", reason)

@@ -11,7 +11,7 @@ from torch import nn
 from corp.adapters.examples import examples
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
-from corp.adapters.notes import noted
+from corp.adapters.notes import latent_attentions, noted
 from corp.adapters.settle import Outcome, first_ways, joined, settle
 from corp.adapters.structure import Claim, attentions, claim_attention
 from corp.calibration.batches import Forward, feed
@@ -41,6 +41,7 @@ def search(
             fixed.append(one)
     claims = list(_claims(model, fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
+    refused += latent_attentions(model)
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
     taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
     taken |= {claim.parts.down for claim in claims if claim.parts.down}

@@ -281,7 +281,11 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
     """How queries and keys may be rotated: not at all, or the first dimensions in halves or in neighbours."""
     d = site.width
     known = [getattr(module, name, None) for name in ("rotary_ndims", "rotary_dim", "rope_dim", "rotary_dims")]
-    partial = [n for n in known if isinstance(n, int) and 0 < n < d and n % 2 == 0]
+    config = getattr(module, "config", None)
+    rope = getattr(config, "rope_parameters", None)
+    for factor in (getattr(config, "partial_rotary_factor", None), rope.get("partial_rotary_factor") if rope else None):
+        known.append(int(factor * d) if isinstance(factor, float) else None)
+    partial = [n for n in dict.fromkeys(known) if isinstance(n, int) and 0 < n < d and n % 2 == 0]
     rotated: list[dict[str, Any]] = []
     for dims in (*partial, d) if d % 2 == 0 else ():
         q, k = paired(site.q, d, dims), paired(site.k, d, dims)

@@ -50,16 +50,14 @@ def choose_schedule(
     held: Sequence[Any],
     merging: Merging,
     share: float,
-    *,
-    cost: Cost | None = None,
     forward: Forward | None = None,
 ) -> Chosen:
     """The schedule within `share` of the dense model's cost that moves its output least on the batches `held`.
 
     `merging` says where the blocks are, which tokens are read and which never merge; its schedule is replaced. The cost
-    is counted in multiply-accumulates unless another one is given, such as a measured time.
+    is counted in multiply-accumulates.
     """
-    trial = _Trial(model, few(held), merging, share, cost or mac_share(model, held[0], merging, forward), forward)
+    trial = _Trial(model, few(held), merging, share, mac_share(model, held[0], merging, forward), forward)
     shape = rising(len(merging.schedule))
     for direction in (1, -1):
         for _ in range(TILTS):

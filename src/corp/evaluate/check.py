@@ -189,6 +189,8 @@ def _output_error(
     total, tokens = 0.0, 0
     for batch in batches:
         x = _inputs(dense, site, batch, forward)
+        if not len(x):
+            continue
         with swap():
             x_new = _inputs(dense, narrow, batch, forward)
         if isinstance(site, ValueSite) and site.padded:
@@ -231,6 +233,8 @@ def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | N
     with collector.hooks(model) as handles:
         handles.append(collector.before(model, site, see))
         feed(model, batch, forward)
+    if not seen and isinstance(site, MLPSite) and site.experts:
+        return torch.empty(0, site.width)  # no token of this batch is routed to it
     if not seen:
         raise ModelError(f"nothing passed {site.down}: these batches do not reach it")
     return seen[0]

@@ -107,7 +107,8 @@ class LogitErrors:
         if site.rotary:
             self.rotated += self._rotated_error(q, k, dense)
         if self.plain is not None:
-            joined = [torch.cat([x[0][..., old:], x[1][..., new:]], -1).transpose(1, 2).flatten(2) for x in (q, k)]
+            joined = [torch.cat([x[0][..., old:], x[1][..., new:]], -1).double() for x in (q, k)]  # they cancel
+            joined = [x.transpose(1, 2).flatten(2) for x in joined]
             masks: dict[str, Any] = {"q_mask": dense.q_mask, "k_mask": dense.k_mask, "causal": dense.causal}
             self.plain.update(*joined, window=site.window, **masks)
 

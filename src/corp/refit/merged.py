@@ -56,15 +56,6 @@ def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | 
     return found
 
 
-def require_readable(merging: Merging) -> None:
-    """Refuse a last block of a few tokens where the model reads them all."""
-    if merging.read is None:
-        raise ModelError(
-            "the last block has to compute every token, because the model's output is read from the patches (pooled, "
-            "or one value per patch) and not from the class token alone"
-        )
-
-
 def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -> tuple[int, int]:
     """Tokens of a sample at the first block, and how many of the leading ones no image changes."""
     seen: list[Tensor] = []

@@ -68,7 +68,7 @@ def start_schedule(
     model: nn.Module, free: Merging, target: float, held: Sequence[Any], forward: Forward | None
 ) -> Chosen:
     """The schedule of a model whose widths would pay their usual part of the budget."""
-    return choose_schedule(model, held, free, min(1.0, target / WIDTHS), forward=forward)
+    return choose_schedule(model, held, free, min(1.0, target / WIDTHS), forward)
 
 
 @dataclass

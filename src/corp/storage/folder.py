@@ -29,6 +29,7 @@ from corp.storage.tying import assign, tied_names
 from corp.surgery.apply import history, set_history, shrink
 from corp.surgery.experts import pack
 from corp.surgery.opened import open_up
+from corp.surgery.padded import ScatterLinear
 
 FORMAT = "corp-model"
 FORMAT_VERSION = 1
@@ -170,6 +171,9 @@ def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
         _shrink_all(model, plans)
     set_history(model, plans)
     assign(model, tensors)
+    odd = [name for name, m in model.named_modules() if isinstance(m, ScatterLinear) and not m.is_sound()]
+    if odd:
+        raise StorageError(f"{weights}: {odd[0]}.index does not say where its outputs belong")
     return model.eval()
 
 

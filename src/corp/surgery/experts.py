@@ -75,7 +75,7 @@ def _site(name: str, number: int, module: Experts, expert: Expert) -> MLPSite:
 def why_packed(module: nn.Module) -> str | None:
     """Why the experts in a module cannot be taken apart; None where it holds none, or they can."""
     matrices = [p for p in module.parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1]
-    if len(matrices) < 2:
+    if len(matrices) < 2 and not (matrices and "expert" in type(module).__name__.lower()):
         return None
     kind = f"{type(module).__name__} keeps its experts packed in one parameter"
     if not all(hasattr(module, name) for name in (*CONTRACT, _up(module))) or not hasattr(module, "_apply_gate"):

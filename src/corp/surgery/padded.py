@@ -19,20 +19,28 @@ from corp.surgery.linear import fuse, make_linear
 
 
 class ScatterLinear(nn.Linear):
-    """A linear layer whose outputs stand at `index` (e,) among `outputs` features, the others being zero."""
+    """A linear layer whose outputs stand at `index` (e,) among `outputs` features, the others being zero.
+
+    The index is saved with the weights: where several readings of an attention were possible, it says which was proven.
+    """
 
     index: Tensor
     outputs: int
 
     @classmethod
     def of(cls, like: Any, whole: Projection, index: Sequence[int], outputs: int) -> ScatterLinear:
-        made: ScatterLinear = _retyped(cls, make_plain(like, whole), index)
+        made: ScatterLinear = _retyped(cls, make_plain(like, whole), index, persistent=True)
         made.outputs = outputs
         return made
 
     def forward(self, input: Tensor) -> Tensor:
         y = super().forward(input)
         return y.new_zeros(*y.shape[:-1], self.outputs).index_copy(-1, self.index, y)
+
+    def is_sound(self) -> bool:
+        """Whether every output has a place of its own: asked of files."""
+        apart = self.index.unique().numel() == len(self.weight)
+        return apart and int(self.index.min()) >= 0 and int(self.index.max()) < self.outputs
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, outputs={self.outputs}"
@@ -57,11 +65,11 @@ def taken(layer: nn.Module, x: Tensor) -> Tensor:
     return x.index_select(-1, layer.index) if isinstance(layer, GatherLinear) else x
 
 
-def _retyped(cls: Any, plain: Any, index: Sequence[int]) -> Any:
+def _retyped(cls: Any, plain: Any, index: Sequence[int], *, persistent: bool = False) -> Any:
     """A layer of class `cls` with the parameters of a plain one."""
     made = cls(plain.weight.shape[1], plain.weight.shape[0], bias=plain.bias is not None, device="meta")
     made.weight, made.bias = plain.weight, plain.bias
-    made.register_buffer("index", torch.tensor(list(index), device=plain.weight.device), persistent=False)
+    made.register_buffer("index", torch.tensor(list(index), device=plain.weight.device), persistent=persistent)
     return made.train(plain.training)
 
 

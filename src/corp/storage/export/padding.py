@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from corp.adapters.registry import find_sites
+from corp.errors import StorageError
 from corp.planning.plan import Plan
 from corp.sites import layers_of, module_of
 from corp.surgery.apply import shrink
+from corp.surgery.experts import opens
 
 
 def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
@@ -25,6 +27,10 @@ def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, 
     `frame` is the model before the plans, on the meta device; its modules are replaced along the way. What it has
     and `model` has not (biases that were added to it) is zero.
     """
+    experts = [f"{name}." for name, module in frame.named_modules() if opens(module)]
+    planned = [site.name for plan in plans for site in plan.sites if site.name.startswith(tuple(experts))]
+    if packed := next((name for name in planned if experts), None):
+        raise StorageError(f"{packed} is a packed expert, which is not padded; use profile='standard' or 'compact'")
     shapes = {name: tensor.shape for name, tensor in frame.state_dict().items()}
     origins = _origins(frame, plans)
     dtype = next(model.parameters()).dtype

@@ -29,6 +29,7 @@ from corp.storage.export.profiles import (
     refuse_biases,
 )
 from corp.storage.export.served import GGUF, VLLM
+from corp.surgery.opened import open_up
 
 TRANSFORMERS = "transformers"
 PROGRAMS = {TRANSFORMERS: "hf", VLLM: VLLM, GGUF: GGUF, ONNX: ONNX}  # what a recipe can be made for -> its target
@@ -45,6 +46,7 @@ class Exports:
     def __init__(self, model: nn.Module) -> None:
         bare = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
         self.model = copy.deepcopy(model, dict(bare))  # tensors in the memo are not copied
+        open_up(self.model)
         self.sites = find_sites(self.model)
         adapter, self.identity = _identified(model)
         self.library = library_of(adapter.name) if adapter else None

@@ -199,7 +199,7 @@ def _build(make: Make, identity: dict[str, Any], device: str = "meta") -> nn.Mod
 def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
     """Parameters that the dense architecture has not: biases that compensation made."""
     known = set(dense.state_dict())
-    return [name for name in model.state_dict() if name not in known]
+    return [name for name, _ in model.named_parameters() if name not in known]
 
 
 def refuse_biases(biases: set[str], library: Library, profile: str) -> None:
