@@ -36,7 +36,14 @@ from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = {"paper": Recipe.paper(mlp=0.5, attn=0.5), "default": Recipe(target_macs=0.6)}
-STAGES = {"calibrating": "calibrate", "error curves": "search", "trying": "search", "planning": "plan", "re": "refit"}
+STAGES = {
+    "calibrating": "calibrate",
+    "error curves": "search",
+    "trying": "search",
+    "planning": "plan",
+    "checking": "verify",
+    "re": "refit",
+}
 
 
 class Case(NamedTuple):
@@ -94,7 +101,7 @@ class Clock(Observer):
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Any]:
         self.lap()
-        self.running.append(next(short for start, short in STAGES.items() if name.startswith(start)))
+        self.running.append(next((short for start, short in STAGES.items() if name.startswith(start)), "other"))
         yield lambda _done: None
         self.lap()
         self.running.pop()
@@ -145,7 +152,7 @@ def in_a_process(case: Case) -> dict[str, Any]:
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """The power of the size with which the values grow, by least squares of logarithms."""
-    x, y = ([math.log(v) for v in part] for part in (sizes, values))
+    x, y = ([math.log(max(v, 1e-3)) for v in part] for part in (sizes, values))
     mx, my = sum(x) / len(x), sum(y) / len(y)
     return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)
 
@@ -158,7 +165,7 @@ def growth(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
         "samples": [float(case.samples) for case in GROWTH["samples"]],
     }
     rows = []
-    for stage in ("forward", "calibrate", "search", "plan", "refit", "other"):
+    for stage in ("forward", "calibrate", "search", "plan", "verify", "refit", "other"):
         values = {
             what: [run["forward"] if stage == "forward" else run["stages"].get(stage, 0.0) for run in some]
             for what, some in runs.items()
@@ -169,7 +176,7 @@ def growth(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
 
 def page(found: dict[str, Any]) -> str:
     """The tables of results/scale.md."""
-    stages = ("calibrate", "search", "plan", "refit", "other")
+    stages = ("calibrate", "search", "plan", "verify", "refit", "other")
     rows = []
     for run in found["whole"]:
         in_passes = [run["stages"].get(stage, 0.0) / run["forward"] for stage in stages]

@@ -27,6 +27,7 @@ from corp.calibration.batches import (
     enumerate_batches,
     evaluating,
     feed,
+    first_samples,
     move,
     placement,
     uncompiled,
@@ -67,6 +68,7 @@ from corp.surgery.opened import opened
 from corp.surgery.self_check import require_agreement, verify
 from corp.tables import Tabular
 
+TRIED_OUT = 8  # samples on which sites are tried out
 ROUNDS = 4  # times that widths of a merged model are made smaller if they are over the budget
 
 
@@ -105,7 +107,9 @@ class _Dense(NamedTuple):
         apart = opened(model)
         if apart is not model:
             set_history(apart, history(model))
-        sites = find_sites(apart) if run is None else find_sites(apart, run.first(), run.forward)
+        some = None if run is None else run.first()
+        some = some if run is None or run.forward is not None else first_samples(some, TRIED_OUT)
+        sites = find_sites(apart) if run is None else find_sites(apart, some, run.forward)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
         return cls(apart, sites, fingerprint(apart))

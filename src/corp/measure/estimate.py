@@ -35,7 +35,7 @@ CHECK = 1.0  # D^3: the self-check of a layer
 STREAMS = 8  # hidden states that the refit holds of every sample, the input of a block's last layer among them
 REPLAYS = 2.4  # times that the refit runs a block
 SOLVES = 7.0  # D^3: a layer's refit
-SITE = 0.004  # seconds that anything takes
+SITE = 0.012  # seconds that a step takes at the smallest site
 TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
 COSTLY = 30.0  # seconds from which on a stage that outweighs the pass over the data is worth a word
 
@@ -189,7 +189,7 @@ def _head_seconds(site: AttentionSite, recipe: Recipe, load: Load, machine: Mach
     entries = d * d // 2 if entries > folds_after(d) else entries
     factor = HEADS.get(recipe.attn_basis, COORDINATES)[trial]
     work = factor * entries * d**3 + ROTATED * site.rotary_dims**3
-    return SITE + site.heads * (SITE + work / machine.double)
+    return SITE + site.heads * ((0.0 if trial else SITE) + work / machine.double)
 
 
 def _cube(width: int, factor: float = 1.0) -> float:
