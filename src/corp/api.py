@@ -28,6 +28,7 @@ from corp.calibration.batches import (
     evaluating,
     feed,
     first_samples,
+    keep_cache_setting,
     move,
     placement,
     uncompiled,
@@ -276,6 +277,7 @@ def prune(
     dense = _Dense.of(model, recipe, run)
     way = _prune if recipe.tokens is None else _prune_merged
     pruned = _packed(way(dense, run, recipe, stats))
+    keep_cache_setting(pruned.model, model)
     result = replace(pruned, report=replace(pruned.report, run=_outcome(watch, model)))
     watch.finished(result.report.gained())
     return result
