@@ -68,9 +68,9 @@ def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
 
 def keep_cache_setting(smaller: nn.Module, dense: nn.Module) -> None:
     """Give a copy that was made inside `without_cache` the dense model's own setting."""
-    config, original = getattr(smaller, "config", None), getattr(dense, "config", None)
-    if hasattr(config, "use_cache") and hasattr(original, "use_cache"):
-        config.use_cache = original.use_cache
+    config: Any = getattr(smaller, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = getattr(getattr(dense, "config", None), "use_cache", config.use_cache)
 
 
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
