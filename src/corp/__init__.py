@@ -12,7 +12,6 @@ torchvision_import.watch()  # before anything imports timm or torchvision, the u
 if TYPE_CHECKING:
     from corp.adapters.registry import find_sites as find_sites
     from corp.adapters.registry import register_adapter as register_adapter
-    from corp.api import Result as Result
     from corp.api import apply as apply
     from corp.api import calibrate as calibrate
     from corp.api import plan as plan
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from corp.observer import Observer as Observer
     from corp.planning.plan import Plan as Plan
     from corp.recipe import Recipe as Recipe
+    from corp.steps.result import Result as Result
     from corp.storage.folder import load as load
     from corp.storage.folder import save as save
 
@@ -35,7 +35,7 @@ _PUBLIC = {
     "Observer": "observer",
     "Plan": "planning.plan",
     "Recipe": "recipe",
-    "Result": "api",
+    "Result": "steps.result",
     "Settings": "calibration.job",
     "Statistics": "calibration.statistics",
     "apply": "api",
