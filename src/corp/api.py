@@ -13,7 +13,7 @@ from torch import nn
 from corp.allocation.allocator import Allocator
 from corp.calibration.batches import Forward, without_cache
 from corp.calibration.experts import supplied
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, PlanError
 from corp.measure.estimate import Estimate
