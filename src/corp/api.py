@@ -155,6 +155,7 @@ def prune(
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     run = Run(batches, forward, settings, origin, watch, device)
     dense = Dense.of(model, recipe, run)
+    watch.found(dense.sites)
     way = prune_widths if recipe.tokens is None else prune_tokens
     pruned = packed(way(dense, run, recipe, stats))
     result = replace(pruned, report=replace(pruned.report, run=outcome(watch, model)))
