@@ -15,7 +15,7 @@ KINDS = [
 ]
 
 
-def by_kind(names: Iterable[str], kinds: Iterable[str] = KINDS) -> list[Any]:
+def by_kind(names: Iterable[Any], kinds: Iterable[Any] = KINDS) -> list[Any]:
     """Values for pytest.mark.parametrize: all names, of which those that are not in `kinds` are slow."""
     wanted = set(kinds)
     return [name if name in wanted else pytest.param(name, marks=pytest.mark.slow) for name in names]

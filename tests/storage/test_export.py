@@ -273,7 +273,7 @@ def without_corp(root: Path) -> dict[str, float]:
 
 
 TIMM_RECIPES = {
-    **{kind: Recipe.paper(**{kind: 0.6}) for kind in KINDS},
+    "attn": Recipe.paper(attn=0.6),
     "all": Recipe.paper(**dict.fromkeys(KINDS, 0.3)),
     "uneven": Recipe.paper(mlp=0.6, attn=0.4, overrides={"blocks.1.*": {"mlp": 0.3, "attn": 0.7}}),
 }
