@@ -51,7 +51,10 @@ def weights(folder: Path, count: int) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
-def test_two_processes_give_the_bits_of_one_also_after_a_run_of_which_one_was_killed(tmp_path: Path) -> None:
+def test_two_processes_give_the_bits_of_one_also_after_a_run_of_which_one_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the other processes have no fixtures either
     corp.calibrate(build("vit"), images(8, 10)).save(tmp_path / "statistics")
     (survivor, said), (victim, _) = pair_with_a_victim(tmp_path)
     assert victim == -signal.SIGKILL
