@@ -20,7 +20,6 @@ from corp.calibration.settings import Settings
 from tests.helpers.models import build, images
 
 torch.set_num_threads(1)
-OFTEN = Settings(checkpoint_seconds=0)
 
 
 class Data:
@@ -46,7 +45,7 @@ def precision(args: argparse.Namespace) -> torch.dtype:
     return torch.float32 if args.single else torch.float64
 
 
-def main() -> None:
+def parsed(options: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--pause", type=float, default=0.0)
@@ -55,14 +54,18 @@ def main() -> None:
     parser.add_argument("--fail-on", type=int, default=-1)
     parser.add_argument("--kill-on", type=int, default=-1)
     parser.add_argument("--single", action="store_true", help="float32 instead of float64")
-    args = parser.parse_args()
+    return parser.parse_args(options)
+
+
+def main(options: list[str]) -> None:
+    args = parsed(options)
     with workers.launched() as group:
-        data = Data(args, group.rank)
-        try:
-            corp.calibrate(build("vit", precision(args)), data, out=args.out, settings=OFTEN)
-        except CorpError as error:
-            sys.exit(f"error: {error}")
+        often = Settings(checkpoint_seconds=0)
+        corp.calibrate(build("vit", precision(args)), Data(args, group.rank), out=args.out, settings=often)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main(sys.argv[1:])
+    except CorpError as error:
+        sys.exit(f"error: {error}")
