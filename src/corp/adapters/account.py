@@ -27,9 +27,9 @@ def _state(name: str, module: nn.Module, params: int, pruned: set[str], refused:
     if name in pruned:
         return "pruned", ""
     matrix = any(p.dim() > 1 for p in module.parameters(recurse=False))
-    if not in_block(name) or not matrix:
-        return "outside", "outside of the repeated blocks" if matrix else "no matrix"
     reason = next((r.reason for r in refused if name == r.name or name.startswith(f"{r.name}.")), None)
+    if not matrix or (reason is None and not _inside(name, module, blocks)):
+        return "outside", "outside of the repeated blocks" if matrix else "no matrix"
     if reason is not None:
         return "refused", reason
     if params <= SMALL:

@@ -17,6 +17,7 @@ from corp.errors import DataError
 MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
+_uncached: set[int] = set()  # configs that without_cache has changed for the time being
 
 
 def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
@@ -59,11 +60,19 @@ def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
         def keep(wanted: bool) -> None:
             for config in configs:
                 config.use_cache = wanted
+                (_uncached.discard if wanted else _uncached.add)(id(config))
 
         keep(False)
         return lambda: keep(True)
 
     return shared({("cache", *map(id, every)): change})
+
+
+def keep_cache(model: nn.Module, copied: nn.Module) -> None:
+    """Let a copy that was made inside of `without_cache` keep its keys and values, if the model does outside of it."""
+    if id(getattr(model, "config", None)) in _uncached:
+        config: Any = copied.config
+        config.use_cache = True
 
 
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -24,6 +24,7 @@ from corp.calibration.job import Settings
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
+from corp.evaluate.replay import Inputs
 from corp.numerics.affine import output_energy
 from corp.planning.plan import Plan, SitePlan
 from corp.sites import (
@@ -188,10 +189,12 @@ def _output_error(
     old, new = (projection_at(model, site.down) for model in (dense, pruned))
     total, tokens = 0.0, 0
     for batch in batches:
-        x = _inputs(dense, site, batch, forward)
+        given = Inputs.of(site)
+        with given.recorded(dense):
+            x = _inputs(dense, site, batch, forward)
         if not len(x):
             continue
-        with swap():
+        with swap(), given.replayed(dense):
             x_new = _inputs(dense, narrow, batch, forward)
         if isinstance(site, ValueSite) and site.padded:
             y, y_new = F.linear(x, *old), pruned.get_submodule(site.down)(x_new)  # which picks what is left
@@ -215,15 +218,18 @@ def _logit_error(
     assert isinstance(narrow, AttentionSite)
     heads = rotated_heads_at if site.rotary and not site.padded else heads_at
     for batch in batches:
-        once = partial(feed, dense, batch, forward)
-        before = heads_at(dense, site, once)
-        with swap():
-            errors.add(before, heads(dense, site if site.padded else narrow, once))  # padded ones are as wide as before
+        once, given = partial(feed, dense, batch, forward), Inputs.of(site)
+        with given.recorded(dense):
+            before = heads_at(dense, site, once)
+        with swap(), given.replayed(dense):
+            after = heads(dense, site if site.padded else narrow, once)  # padded ones are as wide as before
+        for call in zip(before, after, strict=True):
+            errors.add(*call)
     return errors.total
 
 
 def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | None) -> Tensor:
-    """What goes into the site's second layer, real tokens only (N, D)."""
+    """What goes into the site's second layer, in all calls, real tokens only (N, D)."""
     seen: list[Tensor] = []
 
     def see(x: Tensor, mask: Tensor | None) -> None:
@@ -237,4 +243,4 @@ def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | N
         return torch.empty(0, site.width)  # no token of this batch is routed to it
     if not seen:
         raise ModelError(f"nothing passed {site.down}: these batches do not reach it")
-    return seen[0]
+    return torch.cat(seen)
