@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 import corp
 from corp import CorpError, Recipe, Statistics
-from corp.calibration.job import Settings
 from corp.calibration.memory import human, parse_bytes, passes, site_bytes, working_bytes
 from corp.calibration.moments import Moments
+from corp.calibration.settings import Settings
 from corp.calibration.tokens import choose_tokens
 from tests.helpers.command import run
 from tests.helpers.models import build, images

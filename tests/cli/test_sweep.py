@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import corp
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.data.images import ImageBatches
 from corp.errors import DataError, RecipeError, StorageError
 from corp.evaluate import sweep as sweeping

@@ -18,7 +18,7 @@ import corp
 from corp import CorpError, Recipe
 from corp.adapters import hf_models
 from corp.calibration.grams import CAUSAL_BLOCKS
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.sites import AttentionSite
 from corp.surgery.hf_attention import NarrowAttention
 from tests.helpers.rotary_models import BASE, FAMILIES, LAYERS, PARTIAL, batches, build, calibrate, data_for, logits

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import Recipe, Statistics
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.planning.plan import Plan
 from tests.helpers import hf_models, rotary_models
 from tests.helpers.models import FAMILIES, batches, build, call, run

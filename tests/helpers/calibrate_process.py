@@ -14,7 +14,7 @@ from torch import Tensor
 import corp
 from corp import CorpError
 from corp.calibration import workers
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from tests.helpers.models import build, images
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import torch
 import corp
 from corp import CorpError, Recipe
 from corp.adapters import hf_models
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.data import text
 from corp.data.documents import in_order, open_documents
 from corp.evaluate.tasks import run_tasks

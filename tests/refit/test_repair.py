@@ -264,7 +264,7 @@ def test_padding_is_not_data() -> None:
 def test_models_of_another_make_are_refused_before_calibration(
     family: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corp.api._calibrate", lambda *_args, **_options: pytest.fail("calibrated first"))
+    monkeypatch.setattr("corp.steps.widths.run_calibration", lambda *_args, **_options: pytest.fail("calibrated first"))
     model, data = setup(family)
     with pytest.raises(PlanError, match=f"sequential=True: this model cannot be refitted: .*{reason}"):
         models.prune(model, data, Recipe.paper(**HALF, sequential=True))

@@ -17,8 +17,9 @@ from corp.errors import ModelError, PlanError
 from corp.measure.cost import count_macs
 from corp.planning.merging import Merging
 from corp.storage.export.formats import write_format
-from corp.surgery.merged import block_macs, merge_tokens
+from corp.surgery.merged import merge_tokens
 from corp.surgery.merging import match, merge, regroup, rows
+from corp.surgery.merging_block import block_macs
 from tests.helpers import models
 from tests.helpers.seeds import seeded
 

@@ -22,7 +22,8 @@ from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
 from corp.planning.merging import Merging
-from corp.surgery.merged import block_macs, merge_tokens
+from corp.surgery.merged import merge_tokens
+from corp.surgery.merging_block import block_macs
 
 SAMPLES = 64  # held-out samples that schedules are compared on
 RISE = 0.45  # the rule: the last block merges exp(0.9) times as many tokens as the first

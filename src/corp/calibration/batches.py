@@ -140,6 +140,11 @@ def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> 
         start += size_of(batch)
 
 
+def first_batch(batches: Iterable[Any]) -> Any:
+    """The first batch, made alone where the data can; None if there is none."""
+    return next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
+
+
 def count_samples(batches: Iterable[Any]) -> int | None:
     """How many samples there are, where that can be told without reading them."""
     known = getattr(batches, "samples", None)

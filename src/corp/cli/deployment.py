@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli.arguments import Deployment, Source
 from corp.cli.console import Console, progress, show_table

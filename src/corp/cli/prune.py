@@ -19,9 +19,9 @@ from corp.recipe import Recipe
 if TYPE_CHECKING:
     from torch import nn
 
-    from corp.api import Result
     from corp.calibration.batches import Forward
     from corp.planning.report import Report
+    from corp.steps.result import Result
     from corp.storage.export.possible import Exports
 
 
