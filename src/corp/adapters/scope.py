@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from corp.calibration.hooks import NUMBERED
-
-
-def in_block(name: str) -> bool:
-    """Whether a layer is inside a numbered (repeated) block."""
-    return any(NUMBERED.fullmatch(part) for part in name.split(".")[:-1])
+from corp.adapters.linears import in_block
 
 
 def lone_blocks(attentions: Iterable[str]) -> tuple[str, ...]:
