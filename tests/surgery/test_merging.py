@@ -240,8 +240,6 @@ def test_requests_that_do_not_fit_are_refused() -> None:
 def test_a_merging_survives_json_and_refuses_nonsense() -> None:
     merging = Merging("blocks", (3, 0), 1, read=1)
     assert Merging.from_dict(merging.to_dict()) == merging
-    assert not merging.idle
-    assert Merging("blocks", (0, 0), 1).idle
     for raw in (None, {"blocks": "blocks"}, {**merging.to_dict(), "more": 1}, {**merging.to_dict(), "schedule": 3}):
         with pytest.raises(PlanError, match="merging"):
             Merging.from_dict(raw)

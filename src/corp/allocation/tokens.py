@@ -69,9 +69,9 @@ def choose_schedule(
     return replace(trial.known[trial.fitting(shape).schedule], tried=tuple(trial.tried))
 
 
-def rising(blocks: int, by: float = RISE) -> Shape:
+def rising(blocks: int) -> Shape:
     """The shape to start from: as many tokens more in every block as the images have fewer left to be told apart."""
-    return tilt([1.0] * blocks, by)
+    return tilt([1.0] * blocks, RISE)
 
 
 def in_every_second(shape: Shape) -> Shape:
@@ -200,11 +200,11 @@ def tokens_of(model: nn.Module, merging: Merging, batch: Any, forward: Forward |
     return found[0]
 
 
-def few(held: Sequence[Any], samples: int = SAMPLES) -> list[Any]:
-    """The first batches that have so many samples together."""
+def few(held: Sequence[Any]) -> list[Any]:
+    """The first batches that have enough samples together."""
     chosen: list[Any] = []
     for batch in held:
-        if sum(map(size_of, chosen)) < samples:
+        if sum(map(size_of, chosen)) < SAMPLES:
             chosen.append(batch)
     if not chosen:
         raise DataError("a token schedule is chosen on held-out batches, and there are none")

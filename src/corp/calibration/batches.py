@@ -17,7 +17,6 @@ from corp.errors import DataError
 MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
-_uncached: set[int] = set()  # configs that without_cache has changed for the time being
 
 
 def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
@@ -60,7 +59,6 @@ def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
         def keep(wanted: bool) -> None:
             for config in configs:
                 config.use_cache = wanted
-                (_uncached.discard if wanted else _uncached.add)(id(config))
 
         keep(False)
         return lambda: keep(True)
@@ -68,11 +66,11 @@ def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
     return shared({("cache", *map(id, every)): change})
 
 
-def keep_cache(model: nn.Module, copied: nn.Module) -> None:
-    """Let a copy that was made inside of `without_cache` keep its keys and values, if the model does outside of it."""
-    if id(getattr(model, "config", None)) in _uncached:
-        config: Any = copied.config
-        config.use_cache = True
+def keep_cache_setting(smaller: nn.Module, dense: nn.Module) -> None:
+    """Give a copy that was made inside `without_cache` the dense model's own setting."""
+    config: Any = getattr(smaller, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = getattr(getattr(dense, "config", None), "use_cache", config.use_cache)
 
 
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from corp.calibration.batches import keep_cache
 from corp.calibration.statistics import Statistics
 from corp.errors import PlanError
 from corp.numerics import values
@@ -68,7 +67,6 @@ def narrowed_shell(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics
     """A smaller model that shares with the dense one all tensors that the plan leaves alone: for trials."""
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     smaller = copy.deepcopy(model, shared)  # tensors in the memo are not copied
-    keep_cache(model, smaller)
     with undispatched(smaller):
         for group in match(sites, plan):
             with at_site(group[0][0]), timed("compensate"):
