@@ -58,7 +58,7 @@ class Finding:
     def agrees(self) -> bool:
         """Up to rounding: what r adds to an error J is at most 2 sqrt(J r) + r."""
         r = (ROUNDING * self.epsilon) ** 2 * self.energy + SLACK**2 * self.energy
-        allowed = 2 * math.sqrt(self.planned * r) + r + SLACK * (self.planned + SLACK * self.energy)
+        allowed = 2 * math.sqrt(max(0.0, self.planned) * r) + r + SLACK * (self.planned + SLACK * self.energy)
         return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
 
 
