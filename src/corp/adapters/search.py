@@ -12,7 +12,7 @@ from corp.adapters.attention_names import attentions
 from corp.adapters.examples import examples
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
-from corp.adapters.notes import latent_attentions, noted
+from corp.adapters.notes import latent_attentions, noted, told_outside
 from corp.adapters.scope import lone_blocks
 from corp.adapters.settle import Outcome, first_ways, joined, settle
 from corp.adapters.structure import Claim, claim_attention
@@ -25,7 +25,7 @@ def search(
     model: nn.Module, known: Sequence[Finding], theirs: Sequence[str], batch: Any, forward: Forward | None
 ) -> Found:
     """Known findings, and claims about all other layers but those under the prefixes `theirs`."""
-    fixed: list[Site] = [one for one in known if not isinstance(one, Refusal)]
+    fixed: list[Site] = [told_outside(model, one) for one in known if not isinstance(one, Refusal)]
     refused = [one for one in known if isinstance(one, Refusal)]
     for one in _multiheads(model, fixed, refused, theirs):
         if isinstance(one, Refusal):
