@@ -40,11 +40,11 @@ class Packed(nn.Module):
 
 
 class Unnamed(nn.Module):
-    """The number of heads under a name of its own, and complex rotation of neighbours."""
+    """The size of a head instead of their number, and complex rotation of neighbours."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.n_of_them, self.layer_number = H, 2
+        self.dim_head = D // H
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(D, D, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:

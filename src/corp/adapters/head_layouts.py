@@ -10,7 +10,6 @@ from corp.adapters.attention_names import HEADS, OUTPUT, Parts, number_of
 from corp.adapters.linears import in_features, is_linear, out_features
 from corp.sites import Rows
 
-MOST_GUESSES = 4  # numbers of heads that are tried where nothing says which it is
 _SIZES = ("head_dim", "dim_head", "d_head", "head_size", "dim_per_head", "attention_head_size", "d_k", "head_width")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_kv")
 
@@ -32,20 +31,16 @@ def head_rows(model: nn.Module, parts: Parts) -> list[Layout]:
 
 
 def head_counts(module: Any, width: int = 0) -> list[int]:
-    """How many heads may share `width` dimensions (0: unknown), the likeliest first.
+    """How many heads may share `width` dimensions (0: unknown).
 
-    A number by one of the usual names is the only one. Otherwise the size of a head tells, or any number that the
-    module keeps may be it: which one is right, shows when it is tried out.
+    It stands under one of the usual names, or the size of a head does; a module that keeps neither may be one head.
     """
     config = ("encoder_attention_heads", "decoder_attention_heads") if hasattr(module, "config") else ()
     named = number_of(module, (*HEADS, *config), lambda n: width % n == 0)
     if named is not None or not width:
         return [] if named is None else [named]
     size = number_of(module, _SIZES, lambda n: width % n == 0)
-    if size is not None:
-        return [width // size]
-    own = {n for n in vars(module).values() if type(n) is int and 1 < n < width and width % n == 0}
-    return [*sorted(own)[:MOST_GUESSES], 1]
+    return [1 if size is None else width // size]
 
 
 def _apart(paths: dict[str, str], sizes: dict[str, int], q_rows: int, heads: int) -> list[Layout]:
