@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -161,6 +161,19 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class QKNorm:
+    """The modules `q` and `k` divide each head x (d,) by its length: x (shift + weight) / sqrt(mean x^2 + eps).
+
+    They stand between the projections and the rotation. Their weights (d,) are shared by all heads.
+    """
+
+    q: str
+    k: str
+    eps: float
+    shift: float = 0.0
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
 
@@ -169,7 +182,8 @@ class AttentionSite:
     `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
     keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
     of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
-    `scale` is what logits are multiplied by before the softmax; rotary sites need it.
+    `scale` is what logits are multiplied by before the softmax; rotary sites need it. `norm`: whole heads are
+    normalised before they are rotated. At least `least` dimensions per head are kept.
     """
 
     name: str
@@ -185,6 +199,8 @@ class AttentionSite:
     rotary: Rotary | None = None
     scale: float = 1.0
     padded: bool = False
+    norm: QKNorm | None = None
+    least: int = 0
     kind: ClassVar[str] = "attn"
 
     @property
@@ -323,6 +339,11 @@ class Sites(Tabular):
         refused = [*self.refused, *lost.values()]
         return Sites(kept, refused, self.adapter, self.output, self.layers, self.proven - set(lost))
 
+    def replacing(self, sites: Mapping[str, Site]) -> Sites:
+        """With these sites in place of those of the same names."""
+        found = [sites.get(site.name, site) for site in self]
+        return Sites(found, list(self.refused), self.adapter, self.output, self.layers, self.proven)
+
     def get(self, name: str) -> Site | None:
         return self._by_name.get(name)
 
@@ -432,6 +453,13 @@ def projection_of(module: Any) -> Projection:
 def rows_of(model: nn.Module, rows: Rows) -> Projection:
     """The part of a linear map that `rows` points at."""
     return _cut(_at(model.get_submodule(rows.module), rows), rows)
+
+
+def gains_of(model: nn.Module, norm: QKNorm) -> tuple[Tensor, Tensor]:
+    """What the norms of queries and of keys multiply every dimension of a head by, (d,) each, in float32 at least."""
+    weights: Any = [model.get_submodule(name).weight.detach() for name in (norm.q, norm.k)]
+    q, k = (w.to(torch.promote_types(w.dtype, torch.float32)) + norm.shift for w in weights)
+    return q, k
 
 
 def _at(module: nn.Module, rows: Rows) -> Projection:

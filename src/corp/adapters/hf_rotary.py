@@ -38,10 +38,6 @@ def _family(
     return Family(f"{package}.modeling_{package}", {f"{prefix}DecoderLayer": Layer((attention,), (mlp,))})
 
 
-def _normalised(_module: Any) -> str:
-    return NORMALISED
-
-
 def _layer_norms(module: Any) -> str | None:
     return NORMALISED if module.qk_layernorm else None
 
@@ -52,6 +48,7 @@ def _bidirectional(module: Any) -> str | None:
 
 WINDOW = (("sliding_window", "sliding_window"),)
 CONFIG_WINDOW = (("sliding_window", "config.sliding_window"),)
+NORMED = _names("o_proj", extras=WINDOW, norms=("q_norm", "k_norm"))
 SOFTCAP = (("softcap", "attn_logit_softcapping"),)
 
 FAMILIES = (
@@ -60,7 +57,7 @@ FAMILIES = (
         "mistral", "Mistral", _attention("MistralAttention", _names("o_proj", extras=CONFIG_WINDOW), window=_window)
     ),
     _family("qwen2", "Qwen2", _attention("Qwen2Attention", _names("o_proj", extras=WINDOW), window=_window)),
-    _family("qwen3", "Qwen3", _attention("Qwen3Attention", _names("o_proj"), refuse=_normalised)),
+    _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=_window)),
     _family("gemma", "Gemma", _attention("GemmaAttention", _names("o_proj"), refuse=_bidirectional)),
     _family(
         "gemma2",
@@ -69,7 +66,11 @@ FAMILIES = (
             "Gemma2Attention", _names("o_proj", extras=(*WINDOW, *SOFTCAP)), window=_window, refuse=_bidirectional
         ),
     ),
-    _family("gemma3", "Gemma3", _attention("Gemma3Attention", _names("o_proj"), refuse=_normalised)),
+    _family(
+        "gemma3",
+        "Gemma3",
+        _attention("Gemma3Attention", NORMED, window=_window, refuse=_bidirectional, gain_shift=1.0),
+    ),
     _family("phi", "Phi", _attention("PhiAttention", _names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"),
     _family(
         "phi3",
