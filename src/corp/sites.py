@@ -457,7 +457,8 @@ def rows_of(model: nn.Module, rows: Rows) -> Projection:
 
 def gains_of(model: nn.Module, norm: QKNorm) -> tuple[Tensor, Tensor]:
     """What the norms of queries and of keys multiply every dimension of a head by, (d,) each, in float32 at least."""
-    weights: Any = [model.get_submodule(name).weight.detach() for name in (norm.q, norm.k)]
+    modules: list[Any] = [model.get_submodule(name) for name in (norm.q, norm.k)]
+    weights = [module.weight.detach() for module in modules]
     q, k = (w.to(torch.promote_types(w.dtype, torch.float32)) + norm.shift for w in weights)
     return q, k
 

@@ -178,7 +178,7 @@ class Collector:
                 features = lengths_of(site, q, k)
                 if site.norm is not None:
                     q, k = normed(model, site, q, k)
-                self.add(site, q, k, *masks, bool(site.causal), *angles, features=features)
+                self.add(site, q, k, *masks, bool(site.causal), next(iter(angles), None), features)
 
         def hook(module: str) -> RemovableHandle:
             return model.get_submodule(module).register_forward_hook(

@@ -13,6 +13,7 @@ dimensions alone have in s: no kept part of a head becomes longer than a whole d
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ def square_error(F: Tensor, kept: Tensor, length: Length, eps: float) -> float:
 
 def relative_error(square: float) -> float:
     """The relative error of the length itself, to first order: sqrt(s' / s) - 1 is half of s' / s - 1."""
-    return 0.5 * square**0.5
+    return 0.5 * math.sqrt(square)
 
 
 def _pruned_part(F: Tensor, kept: Tensor) -> Tensor:

@@ -38,18 +38,31 @@ def normed_error(
     site_plan: SitePlan,
 ) -> float:
     """The squared error of the logits of all heads."""
+    return sum(normed_errors(dense, pruned, site, rows, stats, plan, site_plan))
+
+
+def normed_errors(
+    dense: nn.Module,
+    pruned: nn.Module,
+    site: AttentionSite,
+    rows: dict[str, Rows],
+    stats: Statistics,
+    plan: Plan,
+    site_plan: SitePlan,
+) -> tuple[float, float]:
+    """Its two parts: of pruned pairs, which is exact, and of wrong lengths, which is of first order."""
     q, k, kept = *_sides(dense, pruned, site, rows, site_plan), site_plan.indices()
     sums, weighted = stats.pairs_of(site.name).total(), plan.recipe.rank == "exact"
-    total = 0.0
+    of_pairs = of_lengths = 0.0
     for h in range(site.heads):
         g, i = divmod(h, site.heads // site.groups)
         pairs = kept[g][: len(kept[g]) // 2]
         c = q.factor[h] * k.factor[g].conj()
         system = rotary.pair_system(sums.group(g, weighted=weighted)[i], pairs, split(site.width // 2, pairs))
-        total += rotary.error(system, torch.cat([c.real - 1, -c.imag]))
+        of_pairs += rotary.error(system, torch.cat([c.real - 1, -c.imag]))
         squares = _squares(sums, site, kept[g], (g, i), (q.lengths[h], k.lengths[g]))
-        total += length_cost(sums, h, squares, weighted=weighted)
-    return total
+        of_lengths += length_cost(sums, h, squares, weighted=weighted)
+    return of_pairs, of_lengths
 
 
 def _squares(

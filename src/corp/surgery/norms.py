@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def narrow_norms(
     """The norms of queries and keys whose heads keep the dimensions kept[g] (e,); without `fold` of plain lengths."""
     assert site.norm is not None
     gains, shared = gains_of(model, site.norm), site.heads // site.groups
-    norms = [model.get_submodule(name) for name in (site.norm.q, site.norm.k)]
+    norms: list[Any] = [model.get_submodule(name) for name in (site.norm.q, site.norm.k)]
     sides = ([group for group in kept for _ in range(shared)], list(kept))
     made = []
     for letter, norm, gain, dims in zip("qk", norms, gains, sides, strict=True):

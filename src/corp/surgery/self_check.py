@@ -54,11 +54,12 @@ class Finding:
     found: float
     energy: float
     epsilon: float
+    estimated: float = 0.0  # the part of `planned` that data may give otherwise: QK-norm's lengths, to first order
 
     @property
     def agrees(self) -> bool:
         """Up to rounding: what r adds to an error J is at most 2 sqrt(J r) + r."""
-        r = (ROUNDING * self.epsilon) ** 2 * self.energy + SLACK**2 * self.energy
+        r = (ROUNDING * self.epsilon) ** 2 * self.energy + SLACK**2 * self.energy + self.estimated
         allowed = 2 * math.sqrt(self.planned * r) + r + SLACK * (self.planned + SLACK * self.energy)
         return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
 
@@ -170,9 +171,7 @@ def _logit_error(
     for h in range(site.heads):
         g = h // shared
         if grams is not None:
-            A, B = (
-                map_between(*(x[part:] for x, part in zip(side, (dims, rotated), strict=True))) for side in (q[h], k[g])
-            )
+            A, B = (map_between(old[dims:], new[rotated:]) for old, new in (q[h], k[g]))
             total += subspace.error(grams.head(h, centred=site_plan.basis == SUBSPACE), A, B)
         if pairs is not None:
             A = map_between(q[h][0][:dims], q[h][1][:rotated])  # (rotated, dims)
