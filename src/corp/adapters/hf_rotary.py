@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from corp.adapters.hf_layers import Attention, Family, Layer, Mlp
+from corp.adapters.structure import NORMALISED
 from corp.surgery.hf_attention import RotaryAttention
 from corp.surgery.hf_names import Names
 
 _SEPARATE = (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
 _HEADS = {"heads": "config.num_attention_heads", "kv_heads": "config.num_key_value_heads"}
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
-NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
-    "the length cannot"
-)
 
 
 def _names(*out: str, parts: Any = _SEPARATE, extras: tuple[tuple[str, str], ...] = (), **other: Any) -> Names:
@@ -58,6 +55,10 @@ FAMILIES = (
     ),
     _family("qwen2", "Qwen2", _attention("Qwen2Attention", _names("o_proj", extras=WINDOW), window=_window)),
     _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=_window)),
+    Family(  # its MLPs are mixtures of experts, which structure shows
+        "qwen3_moe.modeling_qwen3_moe",
+        {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=_window),))},
+    ),
     _family("gemma", "Gemma", _attention("GemmaAttention", _names("o_proj"), refuse=_bidirectional)),
     _family(
         "gemma2",

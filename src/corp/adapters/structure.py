@@ -17,6 +17,7 @@ from torch import nn
 from corp.calibration.hooks import NUMBERED
 from corp.calibration.threads import has_hooks
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite, is_transposed, projection_of
+from corp.surgery.hf_attention import NarrowAttention
 from corp.surgery.linear import why_not_linear
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
 
@@ -42,8 +43,8 @@ CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_kv")
 NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
-    "the length cannot"
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of; corp predicts it for Qwen3 "
+    "and Gemma 3 only"
 )
 NARROWED = "it was narrowed already; prune the dense model instead"
 
@@ -261,7 +262,8 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
         base = AttentionSite(parts.name, rows["q"], rows["k"], heads, build, kv_heads=kv_heads, padded=True)
         qk += [replace(base, **change) for change in rotations(module, base)]
     if normed(module):
-        refused.append(Refusal(parts.name, "attn", NORMALISED))
+        reason = NARROWED if isinstance(module, NarrowAttention) else NORMALISED
+        refused.append(Refusal(parts.name, "attn", reason))
         qk = []
     if not vo:
         reason = "its output projection is not found" if not parts.down else "its output projection has another width"

@@ -18,7 +18,9 @@ from corp.planning.fitting import split
 from corp.planning.normed import length_cost
 from corp.planning.plan import Plan, SitePlan
 from corp.sites import AttentionSite, Rows, gains_of, rows_of
-from corp.surgery.row_maps import heads_in, map_between
+from corp.surgery.row_maps import heads_in
+
+ROWS_APART = 1e-2  # relative: more than any dtype rounds
 
 
 class _Side(NamedTuple):
@@ -91,14 +93,21 @@ def _sides(
 
 def _side(heads: list[tuple[Tensor, Tensor]], norm: Any, gain: Tensor, kept: list[Tensor], width: int) -> _Side:
     """Rows that are kept as they are have a scale of 1; where they are not, lengths and gains notice."""
-    scales = torch.stack(
-        [map_between(*rows)[torch.arange(len(dims)), dims] for rows, dims in zip(heads, kept, strict=True)]
-    )  # (H, e)
+    scales = torch.stack([_scales(*rows, dims) for rows, dims in zip(heads, kept, strict=True)])  # (H, e)
     own, squares, offset = (x.detach().to(scales) for x in (norm.gain, norm.squares, norm.offset))
     cross = torch.zeros_like(own) if norm.cross is None else norm.cross.detach().to(scales)
     dense = torch.stack([gain.to(scales)[dims] for dims in kept])  # (H, e)
     factor = _factor(dense, own * scales, cross * scales.roll(scales.shape[1] // 2, 1))
     return _Side(factor, [Length(width * v * s**2, c) for v, s, c in zip(squares, scales, offset, strict=True)])
+
+
+def _scales(before: Tensor, after: Tensor, kept: Tensor) -> Tensor:
+    """By what each kept row (e, D + 1) was multiplied; NaN for rows that are no multiples of the dense ones."""
+    rows = before[kept.to(before.device)]
+    size = rows.square().sum(1)
+    scales = torch.where(size > 0, (rows * after).sum(1) / size.clamp(min=torch.finfo(size.dtype).tiny), 1.0)
+    apart = (after - scales[:, None] * rows).square().sum(1) > ROWS_APART**2 * size
+    return scales.masked_fill(apart, torch.nan)
 
 
 def _factor(dense: Tensor, gain: Tensor, cross: Tensor) -> Tensor:
