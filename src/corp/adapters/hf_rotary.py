@@ -59,6 +59,15 @@ FAMILIES = (
         "qwen3_moe.modeling_qwen3_moe",
         {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=_window),))},
     ),
+    Family(
+        "qwen3_vl.modeling_qwen3_vl",
+        {
+            "Qwen3VLTextDecoderLayer": Layer(
+                (_attention("Qwen3VLTextAttention", _names("o_proj", norms=NORMED.norms)),),
+                (Mlp("mlp", _GATED, "mlp.down_proj", cls="Qwen3VLTextMLP"),),
+            )
+        },
+    ),
     _family("gemma", "Gemma", _attention("GemmaAttention", _names("o_proj"), refuse=_bidirectional)),
     _family(
         "gemma2",

@@ -43,7 +43,7 @@ CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_kv")
 NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of; corp predicts it for Qwen3 "
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it for Qwen3 "
     "and Gemma 3 only"
 )
 NARROWED = "it was narrowed already; prune the dense model instead"
