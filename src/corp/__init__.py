@@ -12,19 +12,19 @@ torchvision_import.watch()  # before anything imports timm or torchvision, the u
 if TYPE_CHECKING:
     from corp.adapters.registry import find_sites as find_sites
     from corp.adapters.registry import register_adapter as register_adapter
-    from corp.api import Result as Result
     from corp.api import apply as apply
     from corp.api import calibrate as calibrate
     from corp.api import plan as plan
     from corp.api import prune as prune
     from corp.api import repair as repair
-    from corp.calibration.job import Settings as Settings
+    from corp.calibration.settings import Settings as Settings
     from corp.calibration.statistics import Statistics as Statistics
     from corp.errors import CorpError as CorpError
     from corp.evaluate.shift import measure_shift as measure_shift
     from corp.observer import Observer as Observer
     from corp.planning.plan import Plan as Plan
     from corp.recipe import Recipe as Recipe
+    from corp.steps.result import Result as Result
     from corp.storage.folder import load as load
     from corp.storage.folder import save as save
 
@@ -35,8 +35,8 @@ _PUBLIC = {
     "Observer": "observer",
     "Plan": "planning.plan",
     "Recipe": "recipe",
-    "Result": "api",
-    "Settings": "calibration.job",
+    "Result": "steps.result",
+    "Settings": "calibration.settings",
     "Statistics": "calibration.statistics",
     "apply": "api",
     "calibrate": "api",

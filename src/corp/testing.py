@@ -19,6 +19,7 @@ from corp.errors import CorpError
 from corp.evaluate.check import check
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint
+from corp.steps.result import Result
 from corp.storage.folder import load, save
 from corp.tables import text_table
 
@@ -74,7 +75,7 @@ class _Contract:
         self.before = fingerprint(model)
         self.sites: Sites | None = None
         self.sparsity = sparsity
-        self.result: api.Result | None = None
+        self.result: Result | None = None
 
     def steps(self) -> list[tuple[str, Callable[[], str]]]:
         return [
@@ -112,7 +113,7 @@ class _Contract:
         with torch.no_grad(), evaluating(model):
             return list(tensors(feed(model, self.batches[0], self.forward)))
 
-    def prune(self, model: nn.Module, recipe: Recipe) -> api.Result:
+    def prune(self, model: nn.Module, recipe: Recipe) -> Result:
         return api.prune(model, self.batches, recipe, forward=self.forward)
 
     def identity(self) -> str:
@@ -164,7 +165,7 @@ class _Contract:
             raise _BrokenError("the output is not finite")
         return ", ".join(name for kind, name in KINDS.items() if any(site.kind == kind for site in sites))
 
-    def made(self) -> api.Result:
+    def made(self) -> Result:
         if self.result is None:
             raise _BrokenError("the model could not be pruned")
         return self.result

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import corp
 from corp import CorpError, Recipe
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.errors import CorpWarning
 from corp.evaluate.check import check, require_equal
 from corp.numerics.lengths import Length

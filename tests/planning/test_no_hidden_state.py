@@ -97,8 +97,8 @@ def test_the_property_can_fail(calibrated: tuple[nn.Module, Statistics], monkeyp
         made = plan_site(model, site, keep, *rest)
         return dataclasses.replace(made, fold=folds.setdefault((site.name, keep), made.fold))
 
-    monkeypatch.setattr("corp.api.plan_site", remembering)
-    monkeypatch.setattr("corp.api.require_agreement", lambda _findings: None)
+    monkeypatch.setattr("corp.steps.plan.plan_site", remembering)
+    monkeypatch.setattr("corp.steps.apply.require_agreement", lambda _findings: None)
     with pytest.raises(AssertionError):
         require_independent(*calibrated, [Recipe(mlp=0.5), Recipe(mlp=0.5, compensate="none")], [0, 1])
 

@@ -110,6 +110,9 @@ class SitePlan:
     def to_dict(self) -> dict[str, Any]:
         content = asdict(replace(self, fold=None))
         del content["fold"]
+        content["costs"] = [
+            {k: v for k, v in cost.items() if k != "length" or v is not None} for cost in content["costs"]
+        ]
         return {**content, "keep": self.keep, "achieved": self.achieved}
 
     @property

@@ -1,4 +1,4 @@
 """The pass over the pruned model: recorded blocks of both models come in, layers that repair earlier errors go out.
 
-Only api and the packages above it import it.
+Only steps and the packages above it import it.
 """

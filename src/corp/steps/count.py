@@ -1,0 +1,47 @@
+"""Parameters and operations of a run's models, and the sample that operations are counted on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.allocation.budget import Sample, one_sample
+from corp.allocation.tokens import first_sample
+from corp.calibration.batches import Forward, evaluating, feed, move, placement, uncompiled
+from corp.errors import ModelError
+from corp.measure.cost import count_macs, count_params
+from corp.steps.run import Run
+
+
+def sample_of(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
+    """The first sample of a batch, to count operations on."""
+    return Sample(first_sample(batch if forward is not None else move(batch, *placement(model))), forward)
+
+
+def countable(model: nn.Module, inputs: Any, run: Run) -> Sample | None:
+    """What operations are counted on if not on zeros in the shape of a sample, which not every model takes.
+
+    That is one sample of the run, or a whole batch where inputs have to fit each other (image tokens and patches).
+    """
+    made = [] if inputs is None else [one_sample(model, inputs)]
+    if (first := run.first()) is not None:
+        batch = first if run.forward is not None else move(first, *placement(model))
+        made += [sample_of(model, first, run.forward), Sample(batch, run.forward)]
+    for sample in made:
+        with suppress(Exception), torch.no_grad(), evaluating(model), uncompiled():  # of the model's own code
+            feed(model, *sample)
+            return sample
+    return None
+
+
+def before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) -> dict[str, Any]:
+    """Parameters, and operations for one sample if there is one."""
+    pair = (dense, smaller)
+    costs: dict[str, Any] = {"params": tuple(map(count_params, pair)), "macs": None}
+    if sample is not None and placement(dense)[0].type != "meta":
+        with evaluating(dense), evaluating(smaller), suppress(ModelError):  # of inputs that have to fit each other
+            costs["macs"] = tuple(count_macs(model, *sample) for model in pair)
+    return costs

@@ -1,0 +1,72 @@
+"""How long a run will take and how much memory, stage by stage, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from corp.allocation.search import samples_needed, usual_trials
+from corp.calibration.batches import count_samples, placement
+from corp.calibration.holdout import HoldOut, batch_count
+from corp.calibration.settings import Settings
+from corp.calibration.statistics import Statistics
+from corp.measure.cost import count_params
+from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed
+from corp.measure.footprint import resident_bytes
+from corp.observer import Clock
+from corp.recipe import GAIN, Recipe
+from corp.refit.recording import samples_wanted
+from corp.refit.replay import Block
+from corp.sites import AttentionSite
+from corp.steps.run import Dense, Run
+
+
+def estimate_run(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | None, blocks: list[Block]) -> Estimate:
+    """The stages of a run, their time and memory; none if the number of samples is unknown."""
+    model, sites, batches = dense.model, dense.sites, run.batches
+    name = (run.origin or (stats.origin if stats else {})).get("model", type(model).__name__)
+    what = f"pruning {name} ({count_params(model) / 1e6:.3f} M parameters, {placement(model)[0]}) {recipe.goal()}"
+    samples = count_samples(batches) if batches is not None else stats and stats.samples
+    if not samples or isinstance(batches, Iterator):
+        return Estimate(f"{what}, from samples whose number is unknown", ())
+    load, machine = _load(dense, run, recipe, samples, stats, blocks)
+    stages = estimate_stages(model, sites, recipe, load, machine)
+    data = f"on {samples} samples of {max(load.tokens.values())} tokens"
+    return Estimate(f"{what} {data}", stages, resident_bytes(placement(model)[0]))
+
+
+def _load(
+    dense: Dense, run: Run, recipe: Recipe, samples: int, stats: Statistics | None, blocks: list[Block]
+) -> tuple[Load, Machine]:
+    """What a run goes through, and how fast the machine is."""
+    model, sites, batches = dense.model, dense.sites, run.batches
+    machine, tokens = measure_machine(model, sites, run.first(), run.forward)
+    settings = run.settings or Settings()
+    inputs = {site.name: site.inputs for site in summed(sites) if not isinstance(site, AttentionSite)}
+    taken = {name: settings.tokens_of(width, samples) for name, width in inputs.items()}
+    counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
+    rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
+    fitted = {name: n * samples * (rule.every - 1) // rule.every for name, n in counted.items()}
+    return Load(
+        samples,
+        tokens,
+        counted,
+        calibrates=stats is None,
+        trials=0 if single else usual_trials(recipe, sites, fitted),
+        tried=min(samples_needed(recipe), samples // rule.every),
+        curves=recipe.has_target and recipe.allocate == GAIN,
+        refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
+    ), machine
+
+
+def outcome(watch: Clock, model: nn.Module) -> dict[str, Any] | None:
+    """How long the stages took, and the memory at the peak, beside what was estimated; None without an estimate."""
+    if watch.estimated is None:
+        return None
+    known = {stage.name: stage.seconds for stage in watch.estimated.stages}
+    names = dict.fromkeys([*known, *watch.seconds])
+    stages = [{"stage": n, "estimated": known.get(n, 0.0), "seconds": watch.seconds.get(n, 0.0)} for n in names]
+    peak = resident_bytes(placement(model)[0], peak=True)
+    return {"stages": stages, "memory": {"estimated": watch.estimated.memory, "peak": peak}}

@@ -1,0 +1,74 @@
+"""From statistics to a plan: the width of every site, then what each keeps."""
+
+from __future__ import annotations
+
+import warnings
+
+from corp.allocation.allocator import Allocation, Allocator
+from corp.allocation.budget import Sample
+from corp.allocation.search import search
+from corp.calibration import workers
+from corp.calibration.experts import starved
+from corp.calibration.holdout import HeldBatches
+from corp.calibration.statistics import Statistics
+from corp.errors import CorpWarning
+from corp.observer import Observer, timed
+from corp.planning.output import OutputPlan, plan_output, spectrum_of
+from corp.planning.overfitting import warn_if_weak
+from corp.planning.plan import Plan, SitePlan
+from corp.planning.planners import cost_of, pairs_of_all, plan_site
+from corp.planning.widths import rounded_away
+from corp.recipe import Recipe
+from corp.sites import Site, at_site, projection_at
+from corp.steps.run import Dense, Run
+
+
+def choose_widths(
+    dense: Dense,
+    stats: Statistics,
+    recipe: Recipe,
+    held: HeldBatches | None,
+    sample: Sample | None,
+    run: Run,
+) -> tuple[Recipe, Allocation]:
+    """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
+    tried = held.batches if held else []
+    used = stats.fitted() if tried else stats
+    allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample)
+    found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, tried, run.forward))[0]
+    return found
+
+
+def plan_sites(dense: Dense, stats: Statistics, recipe: Recipe, found: Allocation, observer: Observer) -> Plan:
+    narrower = [site for site in dense.sites if found.widths[site.name] < site.width]
+    pairs = pairs_of_all(narrower, found.widths, stats, recipe)
+    with timed("plan"), observer.stage("planning", len(narrower), "sites") as advance:
+
+        def work(site: Site) -> SitePlan:
+            with at_site(site):
+                known = found.paths.get(site.name), pairs.get(site.name)
+                made = plan_site(dense.model, site, found.widths[site.name], stats, recipe, *known)
+            advance(1)
+            return made
+
+        planned = workers.current().map(work, narrower, lambda site: cost_of(site, stats.samples))
+    warn_if_weak(planned, stats)
+    output = _plan_output(dense, stats, found.rank)
+    made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
+    raised = [site for site in planned if site.ridge > recipe.ridge]
+    made = made.noting(*starved(stats, narrower), *rounded_away(dense.sites, recipe))
+    return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
+
+
+def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:
+    head = dense.sites.output
+    if head is None or rank is None:
+        return None
+    linear, moments = projection_at(dense.model, head.name), stats.moments_of(head.name).total()
+    return plan_output(head, rank, linear, moments, spectrum_of(linear, moments))
+
+
+def warn_of_notes(plan: Plan) -> None:
+    """Say what was done otherwise than asked, as a warning where the caller's own line is."""
+    for note in plan.notes:
+        warnings.warn(note, CorpWarning, stacklevel=3)

@@ -1,0 +1,85 @@
+"""What one run holds: the dense model with its sites and weights, the data, and who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from corp.adapters.registry import find_sites
+from corp.calibration.batches import Forward, first_batch, first_samples
+from corp.calibration.settings import Settings
+from corp.calibration.statistics import Statistics
+from corp.errors import StatisticsError
+from corp.numerics.place import Place
+from corp.observer import Observer
+from corp.planning.widths import require_prunable
+from corp.recipe import Recipe
+from corp.sites import Sites, fingerprint, site_devices
+from corp.surgery.apply import history, set_history
+from corp.surgery.dispatch import require_present
+from corp.surgery.opened import opened
+
+TRIED_OUT = 8  # samples on which sites are tried out
+
+
+class Dense(NamedTuple):
+    """The dense model of one call: its sites are found once, and its weights are hashed once."""
+
+    model: nn.Module
+    sites: Sites
+    weights: str
+
+    @classmethod
+    def of(cls, model: nn.Module, recipe: Recipe | None = None, run: Run | None = None) -> Dense:
+        """What is found in the model, tried out on the first batch of a run if there is one."""
+        require_present(model)
+        apart = opened(model)
+        if apart is not model:
+            set_history(apart, history(model))
+        some = None if run is None else run.first()
+        some = some if run is None or run.forward is not None else first_samples(some, TRIED_OUT)
+        sites = find_sites(apart) if run is None else find_sites(apart, some, run.forward)
+        if recipe is not None:
+            require_prunable(sites, recipe)  # before the long work
+        return cls(apart, sites, fingerprint(apart))
+
+    def covered(self, stats: Statistics) -> Dense:
+        """Without sites that the calibration data did not reach."""
+        missing = [s for s in self.sites if not {s.name, getattr(s, "plain_name", s.name)} & set(stats.sums)]
+        return self._replace(sites=self.sites.refusing(missing, "nothing of the calibration data reached it"))
+
+    def placed(self, stats: Statistics, device: torch.device | str | None, observer: Observer) -> Statistics:
+        """The statistics where the work on each site is to happen: on `device`, or where the site's weights are."""
+        homes = site_devices(self.model, self.sites)
+        places = {name: Place.on(home if device is None else torch.device(device)) for name, home in homes.items()}
+        wanted = {str(home) for home in homes.values()} if device is None else {str(device)}
+        if wanted != {"cpu"}:
+            observer.note(f"fits run on {', '.join(sorted({str(place) for place in places.values()}))}")
+        return stats.at(places)
+
+    def require(self, claims: Mapping[str, str]) -> None:
+        for what, weights in claims.items():
+            if weights and weights != self.weights:
+                raise StatisticsError(
+                    f"the {what} belong to other weights than this model's; calibrate this model, or load those weights"
+                )
+
+
+class Run(NamedTuple):
+    """What stays the same through one run: the data, how it is fed and collected, and who watches."""
+
+    batches: Iterable[Any] | None
+    forward: Forward | None
+    settings: Settings | None
+    origin: dict[str, Any] | None
+    observer: Observer
+    device: torch.device | str | None = None  # of the fits
+
+    def first(self) -> Any:
+        """The first batch; None if reading it would take it away from the others."""
+        if self.batches is None or isinstance(self.batches, Iterator):
+            return None
+        return first_batch(self.batches)

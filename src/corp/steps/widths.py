@@ -1,0 +1,46 @@
+"""The whole prune of widths, in order."""
+
+from __future__ import annotations
+
+from corp.allocation.search import samples_needed
+from corp.calibration.batches import without_cache
+from corp.calibration.experts import supplied
+from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.calibration.statistics import Statistics
+from corp.recipe import Recipe
+from corp.refit.repair import why_not
+from corp.steps.apply import apply_plan
+from corp.steps.calibrate import recorder_for, run_calibration
+from corp.steps.count import countable
+from corp.steps.estimate import estimate_run
+from corp.steps.plan import choose_widths, plan_sites, warn_of_notes
+from corp.steps.refit import refit
+from corp.steps.result import Result
+from corp.steps.run import Dense, Run
+
+
+def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | None) -> Result:
+    """Prune widths: calibrate, choose widths, plan, apply, refit."""
+    model, batches, forward, watch = dense.model, run.batches, run.forward, run.observer
+    if model.training:
+        watch.note("the model is in train mode: corp runs it in eval mode; call .eval() on the result before use")
+    with without_cache(model):
+        blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
+        notes = [f"the model was not refitted: {reason}"] if reason else []
+        watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
+        wanted = samples_needed(recipe)
+        held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
+        recorder = recorder_for(dense, run, recipe, blocks) if stats is None else None
+        if stats is None:
+            stats = run_calibration(dense, run, held=held, recorder=recorder)
+        else:
+            dense.require({"statistics": stats.weights})
+            if held is not None and batches is not None:
+                held.collect(batches)
+        stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
+        counted = countable(model, stats.inputs, run)
+        chosen, found = choose_widths(dense, stats, recipe, held, counted, run)
+        planned = plan_sites(dense, stats, chosen, found, watch).noting(*notes)
+        warn_of_notes(planned)
+        result = apply_plan(dense, stats, planned, counted, watch)
+        return refit(dense, result, run, chosen, blocks, recorder.passages if recorder else None) if blocks else result
