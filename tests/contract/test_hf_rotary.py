@@ -21,11 +21,12 @@ from corp.calibration.grams import CAUSAL_BLOCKS
 from corp.calibration.settings import Settings
 from corp.sites import AttentionSite
 from corp.surgery.hf_attention import NarrowAttention
+from tests.helpers.kinds import ROTARY, by_kind
 from tests.helpers.rotary_models import BASE, FAMILIES, PARTIAL, batches, build, calibrate, data_for, logits
 from tests.helpers.seeds import seed_all
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=by_kind(FAMILIES, [*ROTARY, "gemma2"]))
 def family(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -51,6 +52,7 @@ def seen_logits(model: Any) -> Iterator[list[tuple[Any, Tensor, Tensor]]]:
         model.config._attn_implementation = kernel
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_everything_is_found_and_nothing_refused(family: str) -> None:
     sites = corp.find_sites(build(family))
     assert (len(sites.mlp), len(sites.attention), sites.refused) == (2, 2, ())
