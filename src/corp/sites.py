@@ -368,8 +368,13 @@ class Sites(Tabular):
 
 def fingerprint(model: nn.Module) -> str:
     """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    return fingerprint_of(model.named_parameters())
+
+
+def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """The fingerprint of a model with these parameters, in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         if parameter.device.type != "meta":
             try:
