@@ -66,7 +66,8 @@ def shells(name: str) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
     refuse_deep(config.to_dict(), name)
     for cls in _classes(config, name):
         with quiet(), without_weights(), no_init_weights():
-            made = _from_config(cls, config)
+            made: Any = _from_config(cls, config)
+            made.tie_weights()
         yield made, getattr(config, "dtype", None)
 
 

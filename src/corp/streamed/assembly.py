@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from corp.sites import Sites
 from corp.storage.tying import tied_names
 from corp.streamed.presence import Presence
 from corp.streamed.weights import Place, Weights, contents
-from corp.surgery.apply import set_history, shrink
+from corp.surgery.apply import match, set_history, shrink
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
@@ -28,23 +29,20 @@ DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 def pruned_shell(dense: Presence, sites: Sites, plan: Plan, shards: Sequence[Path]) -> Presence:
     """The smaller model: what is no block is the dense one's own, blocks come from their shards when they run."""
-    model = dense.model
-    empty = {id(parameter) for names in dense.units.values() for _, parameter in dense.of(names)}
-    memo: dict[int, Any] = {
-        id(tensor): nn.Parameter(tensor.to("meta"), requires_grad=False) if id(tensor) in empty else tensor
-        for tensor in chain(model.parameters(), model.buffers())
-    }
-    smaller = copy.deepcopy(model, memo)
-    shrink(smaller, sites, plan)
+    shared: dict[int, Any] = {id(t): t for t in chain(dense.model.parameters(), dense.model.buffers())}
+    smaller = copy.deepcopy(dense.model, shared)  # tensors in the memo are not copied
     dtype, device = dense.weights.dtype, dense.weights.device
-    bare = [p for p in smaller.parameters() if p.is_meta]
-    replace_parameters(smaller, {id(p): placeholder(p, dtype, device) for p in bare})
+    for group in match(sites, plan):  # one by one: what is cut out of a placeholder takes memory until it is one again
+        shrink(smaller, sites, replace(plan, sites=tuple(site_plan for _, site_plan in group)))
+        made = [p for p in smaller.parameters() if id(p) not in shared]
+        replace_parameters(smaller, {id(p): placeholder(p, dtype, device) for p in made})
+        shared |= {id(p): p for p in smaller.parameters()}
     held = contents(shards)
     places: dict[str, Place] = {name: held.get(name) or dense.weights.places[name] for name in saved_names(smaller)}
     set_history(smaller, (plan,))
-    made = Presence(smaller, Weights(places, dtype, device), dense.units)
-    made.load_buffers()
-    return made
+    presence = Presence(smaller, Weights(places, dtype, device), dense.units)
+    presence.load_buffers()
+    return presence
 
 
 def saved_names(model: nn.Module) -> list[str]:

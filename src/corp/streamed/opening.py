@@ -43,6 +43,8 @@ def open_folder(
         except ModelError as error:
             problem = problem or error
             continue
+        if problem is not None and len(places) < len(held):  # a bare backbone, but the weights hold more than that
+            break
         _require_plain(model, path)
         kind = dtype or known or _dtype_of(next(iter(held.values())))
         home = torch.device(device)
