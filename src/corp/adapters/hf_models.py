@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,25 @@ def shells(name: str) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
             made: Any = _from_config(cls, config)
             made.tie_weights()
         yield made, getattr(config, "dtype", None)
+
+
+def tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Which tensor of a checkpoint each of the model's is: transformers saves many models under older names."""
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    every = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [one for one in every if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in every if isinstance(one, loading.WeightConverter)]
+    found = {}
+    for key in sorted(keys, key=loading.dot_natural_key):
+        name, computed = loading.rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, computed = key, None
+        if computed is None:  # else several tensors make one: not what can be copied
+            found[name] = key
+    return found
 
 
 def tokenizer(name: str) -> Any:

@@ -37,9 +37,9 @@ def open_folder(
     path = Path(folder)
     held = contents(_files(path))
     problem: ModelError | None = None
-    for model, known in _shells(path):
+    for model, names, known in _shells(path, list(held)):
         try:
-            places = matched(model, held, path)
+            places = matched(model, names, held, path)
         except ModelError as error:
             problem = problem or error
             continue
@@ -52,16 +52,18 @@ def open_folder(
     raise problem or ModelError(f"{path} names no model")
 
 
-def _shells(folder: Path) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
+def _shells(folder: Path, keys: list[str]) -> Iterator[tuple[nn.Module, dict[str, str], torch.dtype | None]]:
+    """The model as every class it may be, where each of its tensors is among `keys`, and the dtype on record."""
     config = read_json(folder / "config.json")
     if isinstance(config, dict) and "architecture" in config and "model_type" not in config:
         from corp.adapters import timm_models  # imported only when one of its models is asked for
 
-        yield timm_models.shell(folder), None
+        yield timm_models.shell(folder), {key: key for key in keys}, None
         return
     from corp.adapters import hf_models
 
-    yield from hf_models.shells(str(folder))
+    for model, dtype in hf_models.shells(str(folder)):
+        yield model, hf_models.tensor_names(model, keys), dtype
 
 
 def _files(folder: Path) -> list[Path]:

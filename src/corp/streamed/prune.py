@@ -202,7 +202,7 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
     """The result whose model is a shell, and where its weights lie; the whole must end where its refit ended."""
     store, count = walk.store, len(walk.blocks)
     records = [record for number in range(count) if (record := store.record(number)) is not None]
-    plan = joined(records, walk.recipe, walk.blocks if walk.refits else [])
+    plan = joined(records, walk.recipe, walk.dense.sites, walk.blocks if walk.refits else [])
     if walk.recipe.searches:
         plan = plan.noting("no models were tried: block by block, rules choose how much of a budget the heads pay")
     warn_of_notes(plan)

@@ -154,8 +154,8 @@ def _tensors(model: nn.Module, name: str) -> dict[str, Tensor]:
     return {f"{name}.{key}": tensor.detach().cpu().contiguous() for key, tensor in state.items()}
 
 
-def joined(records: Sequence[dict[str, Any]], recipe: Recipe, refits: Sequence[Block]) -> Plan:
-    """The plan of the whole model, from those of its blocks."""
+def joined(records: Sequence[dict[str, Any]], recipe: Recipe, order: Sites, refits: Sequence[Block]) -> Plan:
+    """The plan of the whole model, from those of its blocks, its sites in the order of the model."""
     plans = [Plan.from_dict(record["plan"]) for record in records]
     why: dict[str, Any] = dict(plans[0].why)
     notes = list(dict.fromkeys(note for plan in plans for note in plan.notes))
@@ -163,6 +163,7 @@ def joined(records: Sequence[dict[str, Any]], recipe: Recipe, refits: Sequence[B
         layers = {name: found for record in records for name, found in record["refit"].items()}
         read = {block.name: block.read for block in refits if block.ends}
         why |= {"refit": {"samples": records[0]["refitted"], "read": read, "layers": layers}}
-    sites = tuple(site for plan in plans for site in plan.sites)
+    planned = {site.name: site for plan in plans for site in plan.sites}
+    sites = tuple(planned[site.name] for site in order if site.name in planned)
     made = Plan(recipe, sites, plans[0].weights, plans[0].samples, {k: v for k, v in why.items() if k != "notes"})
     return made.noting(*notes)

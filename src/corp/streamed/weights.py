@@ -66,21 +66,14 @@ def contents(files: Iterable[Path]) -> dict[str, Place]:
     return found
 
 
-def matched(model: nn.Module, held: Mapping[str, Place], where: Path) -> dict[str, Place]:
-    """Every tensor of the model's state among those held; transformers saves bare models with or without a prefix."""
+def matched(model: nn.Module, names: Mapping[str, str], held: Mapping[str, Place], where: Path) -> dict[str, Place]:
+    """Every tensor of the model's state, tied ones once; `names` says which of those held it is."""
     tied = tied_names(model)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    same = {name: name for name in wanted}
-    bare = {name: name.removeprefix(prefix) for name in wanted}
-    inner = {name: f"{prefix}{name}" for name in wanted}
-    names = max((same, bare, inner), key=lambda one: sum(key in held for key in one.values()))
-    lost = [name for name, key in names.items() if key not in held]
-    odd = [name for name, key in names.items() if key in held and held[key].shape != wanted[name]]
+    known = {**{first: names[name] for name, first in tied.items() if name in names}, **names}
+    lost = [name for name in wanted if name not in known]
+    odd = [name for name in wanted if name in known and held[known[name]].shape != wanted[name]]
     if lost or odd:
-        problem = f"lacks {lost[0]} ({len(lost)} in all)" if lost else f"has {odd[0]} in another shape"
-        raise ModelError(
-            f"{where} {problem}, so its weights cannot be streamed into {type(model).__name__}; load the model with its "
-            "library once, and save it anew with save_pretrained"
-        )
-    return {name: held[key] for name, key in names.items()}
+        problem = f"has no {lost[0]} ({len(lost)} such)" if lost else f"has {odd[0]} in another shape"
+        raise ModelError(f"{where} {problem}, so its weights cannot be streamed into {type(model).__name__}")
+    return {name: held[known[name]] for name in wanted}
