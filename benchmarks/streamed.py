@@ -1,6 +1,6 @@
-"""A Llama of 0.7 B parameters, with random weights, pruned block by block; and the most memory that took.
+"""A Llama of 0.5 B parameters, with random weights, pruned block by block; and the most memory that took.
 
-    python -m benchmarks.streamed [--layers 32]
+    python -m benchmarks.streamed [--layers 56]
 
 The dense model is written shard by shard and never held; every run is a process of its own, on 8 x 256 random tokens.
 What counts is the peak beside what the process held before, and whether it was announced. Writes results/streamed.md.
@@ -29,10 +29,7 @@ from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES, TOKENS, VOCABULARY = 8, 256, 32_000
-RECIPES = {
-    "paper's recipe": {"sequential": False},
-    "paper's recipe, and the refit": {"sequential": True},
-}
+RECIPES = {"paper's recipe and the refit": {"sequential": True}}
 
 
 def write_model(folder: Path, layers: int) -> int:
@@ -40,8 +37,8 @@ def write_model(folder: Path, layers: int) -> int:
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=1536, intermediate_size=3072, num_hidden_layers=layers,
-        num_attention_heads=24, num_key_value_heads=8, tie_word_embeddings=True, use_cache=False,
+        vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2048, num_hidden_layers=layers,
+        num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=True, use_cache=False,
         architectures=["LlamaForCausalLM"], dtype="float32",
     )  # fmt: skip
     folder.mkdir()
@@ -90,7 +87,7 @@ def prune(folder: Path, out: Path, what: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=56)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)  # folder, output, recipe: of a process of its own
     args = parser.parse_args()
     if args.run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from corp.calibration import workers
 from corp.calibration.batches import Forward, count_samples, feed, first_batch, first_samples, without_cache
 from corp.calibration.checkpoint import prepare_folder
 from corp.calibration.job import Settings
+from corp.calibration.memory import human
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, ModelError, PlanError
 from corp.files import lock_folder, new_folder, refuse_existing
@@ -61,9 +63,9 @@ def prune_streamed(
 
     For models larger than memory: of the weights only one block is held, beside embeddings and head; hidden states go
     to disk. `folder` is one of transformers' save_pretrained or of timm, with safetensors. `batches` are read once per
-    block, so they must be a list or a loader that gives the same every time. Widths are given as shares, or by a target
-    under allocate="uniform"; the result is the one of `prune`. A killed run continues when it is called again
-    (settings.fresh starts over).
+    block, so they must be a list or a loader that gives the same every time. The result is that of `prune`, bit for
+    bit, where `prune` tries no models; a target under allocate="gain" takes two walks. settings.memory limits all that
+    is held. A killed run continues at its block when it is called again (settings.fresh starts over).
     """
     opened = open_folder(folder, device=device, dtype=dtype)
     watch = observer or (Bars() if progress else SILENT)
@@ -92,9 +94,10 @@ def prune_opened(
     partial = target.with_name(f".{target.name}.partial")
     with without_cache(model):
         walk = _prepared(opened, batches, recipe, forward, settings, origin, Store(partial), observer)
-        observer.note(need_of(walk).line())
+        _announce(need_of(walk), settings.memory, observer)
         prepare_folder(partial, _identity(walk), fresh=settings.fresh)
         with lock_folder(partial, "rank-0"):
+            walk = _with_widths(walk)
             walk.run()
             result, smaller = _assembled(walk)
             with observer.stage(f"writing {target}", None, ""), new_folder(target) as folder:
@@ -124,10 +127,6 @@ def require_streamable(recipe: Recipe, batches: Iterable[Any]) -> None:
         "tokens": (recipe.tokens is not None, "is fitted on the whole model; leave it out"),
         "output": (bool(recipe.output), "factors the output head, which is no block; give output=0"),
         "rotary='shared'": (recipe.rotary == SHARED, "looks at all layers before the first; give rotary='free'"),
-        "allocate='gain'": (
-            recipe.has_target and recipe.allocate == GAIN,
-            "compares the statistics of all layers before the first is pruned; give allocate='uniform', or shares",
-        ),
     }
     for name, (asked, reason) in reasons.items():
         if asked:
@@ -156,15 +155,12 @@ def _prepared(
         require_prunable(sites, recipe)
         blocks = _blocks(model, sites, recipe, [few], forward)
         manners = manners_of(model, list(sites), [b.name for b in blocks], lambda: feed(model, few, forward))
-        dense = Dense(model, sites, opened.weights.fingerprint(model))
-        found = _widths(dense, recipe, first, forward, observer)
+    dense = Dense(model, sites, opened.weights.fingerprint(model))
     presence.keep_only([block.name for block in blocks])
-    outside = [site for site in unplaced(sites, blocks) if found.widths[site.name] < site.width]
-    if outside:
-        raise PlanError(f"{outside[0].name} is in no block of the model; leave it alone with skip=[...]")
+    unknown = Allocation({}, {})
     place = Place.on(opened.weights.device)
     return Walk(
-        presence, dense, blocks, manners, recipe, found, batches, settings, store, observer,
+        presence, dense, blocks, manners, recipe, unknown, batches, settings, store, observer,
         forward, recipe.refits, origin, place,
     )  # fmt: skip
 
@@ -179,10 +175,27 @@ def _blocks(
         raise ModelError(f"this model cannot be pruned block by block: {reason}; prune it whole") from error
 
 
-def _widths(dense: Dense, recipe: Recipe, first: Any, forward: Forward | None, observer: Observer) -> Allocation:
-    empty = Statistics({}, 0, dense.weights, None, {})
-    sample = sample_of(dense.model, first, forward)
-    return Allocator(dense.model, dense.sites, empty, recipe, observer, sample).allocate(recipe)
+def _with_widths(walk: Walk) -> Walk:
+    """The walk, knowing how wide every site stays; a budget over all blocks takes a walk of its own."""
+    recipe, model, sites = walk.recipe, walk.model, walk.dense.sites
+    curves = walk.curves() if recipe.has_target and recipe.allocate == GAIN else {}
+    empty = Statistics({}, 0, walk.dense.weights, None, {})
+    sample = sample_of(model, first_batch(walk.batches), walk.forward)
+    with walk.presence.visiting():
+        found = Allocator(model, sites, empty, recipe, walk.observer, sample, curves).allocate(recipe)
+    outside = [site for site in unplaced(sites, walk.blocks) if found.widths[site.name] < site.width]
+    if outside:
+        raise PlanError(f"{outside[0].name} is in no block of the model; leave it alone with skip=[...]")
+    return replace(walk, found=found)
+
+
+def _announce(need: Need, allowed: int | None, observer: Observer) -> None:
+    """Say what will be held; refuse more than is allowed."""
+    if allowed is not None and need.total > allowed:
+        raise PlanError(
+            f"{need.line()}; {human(allowed)} are allowed: give more memory, smaller batches or fewer sequential_samples"
+        )
+    observer.note(need.line())
 
 
 def _identity(walk: Walk) -> dict[str, Any]:

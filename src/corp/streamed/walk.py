@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from corp.allocation.allocator import Allocation
+from corp.allocation.curves import Curve, site_curves
 from corp.calibration.batches import Forward, count_samples, enumerate_batches, feed, size_of
 from corp.calibration.holdout import HoldOut
 from corp.calibration.hooks import Collector, block_of
 from corp.calibration.job import Settings
 from corp.calibration.statistics import Statistics
 from corp.numerics.place import Place
-from corp.observer import Observer
+from corp.observer import SILENT, Observer
 from corp.planning.plan import Plan
 from corp.recipe import Recipe
 from corp.refit.recording import Recorder, samples_wanted
@@ -28,7 +29,7 @@ from corp.steps.plan import plan_sites
 from corp.steps.run import Dense
 from corp.streamed.passing import Manners, through, up_to
 from corp.streamed.presence import Presence
-from corp.streamed.streams import DENSE, PRUNED, Store
+from corp.streamed.streams import DENSE, FIRST, PRUNED, Store
 from corp.surgery.apply import narrowed_copy
 from corp.surgery.self_check import require_agreement, verify
 
@@ -61,6 +62,25 @@ class Walk:
         own = [site for site in self.dense.sites if block_of(inside(site)) == block.name]
         return Sites(own, adapter=self.dense.sites.adapter)
 
+    def curves(self) -> dict[str, Curve]:
+        """A walk before the one that prunes: the error of every site at every width, for a budget over all blocks."""
+        found: dict[str, Curve] = {}
+        with self.observer.stage("error curves block by block", len(self.blocks), "blocks") as advance:
+            for number, block in enumerate(self.blocks):
+                if (known := self.store.read_curves(number)) is None:
+                    with self.presence.held(block.name):
+                        known = self._curves(number, block)
+                found |= known
+                advance(1)
+        return found
+
+    def _curves(self, number: int, block: Block) -> dict[str, Curve]:
+        sites = self.sites_of(block)
+        stats = self.dense._replace(sites=sites).placed(self._calibrate(number, block, sites, FIRST), None, SILENT)
+        made = site_curves(self.model, sites, stats, self.recipe, SILENT)
+        self.store.write_curves(number, made)
+        return made
+
     def run(self) -> None:
         """Every block that is not done yet."""
         with self.observer.stage("pruning block by block", len(self.blocks), "blocks") as advance:
@@ -69,7 +89,7 @@ class Walk:
                     with self.presence.held(block.name):
                         self._prune(number, block)
                 else:
-                    self.store.forget(number)  # a kill may have come between the record and this
+                    self.store.forget(number, DENSE, PRUNED)  # a kill may have come between the record and this
                 advance(1)
 
     def _prune(self, number: int, block: Block) -> None:
@@ -85,7 +105,7 @@ class Walk:
             record |= self._refit(number, block, sites, smaller)
         self.store.finish(number, _tensors(smaller, block.name), record)
 
-    def _calibrate(self, number: int, block: Block, sites: Sites) -> Statistics:
+    def _calibrate(self, number: int, block: Block, sites: Sites, stream: str = DENSE) -> Statistics:
         """The sums of the block's sites; the hidden states behind it go to the next one's place."""
         total, rule = count_samples(self.batches), HoldOut.of(self.batches)
         linear = [site for site in sites if not isinstance(site, AttentionSite)]
@@ -96,9 +116,9 @@ class Walk:
             for index, start, batch in self._every():
                 cursor = collector.cursor
                 cursor.sample, cursor.held, cursor.size = start, rule.holds(index), size_of(batch)
-                hidden = None if block.starts else self._stream(DENSE, number, index)
+                hidden = None if block.starts else self._stream(stream, number, index)
                 behind = through(self.model, block.name, self.manners, self._runs(batch), hidden)
-                self.store.write_stream(DENSE, number + 1, index, behind)
+                self.store.write_stream(stream, number + 1, index, behind)
                 samples += size_of(batch)
         return Statistics(collector.sums, samples, self.dense.weights, None, self.origin)
 
