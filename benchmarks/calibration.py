@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import corp
 from corp.calibration.hooks import Collector
-from corp.calibration.job import Settings, enough_tokens
+from corp.calibration.settings import Settings, enough_tokens
 from corp.measure.cost import count_params
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, MLPSite

@@ -27,7 +27,7 @@ from torch import nn
 import corp
 from benchmarks import smollm2
 from benchmarks.smollm2 import perplexity
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.data import sts, text
 from corp.evaluate.run import Contender, side_by_side
 from corp.evaluate.sentences import Embeddings, sts_spearman

@@ -17,8 +17,8 @@ from typing import Any
 
 import corp
 from corp import Recipe
-from corp.calibration.job import Settings
 from corp.calibration.memory import human, parse_bytes
+from corp.calibration.settings import Settings
 from corp.errors import CorpWarning
 from corp.tables import markdown_table
 

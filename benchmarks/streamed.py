@@ -1,6 +1,6 @@
-"""A Llama of 0.5 B parameters, with random weights, pruned block by block; and the most memory that took.
+"""A Llama of 0.46 B parameters, with random weights, pruned block by block; and the most memory that took.
 
-    python -m benchmarks.streamed [--layers 56]
+    python -m benchmarks.streamed [--layers 48]
 
 The dense model is written shard by shard and never held; every run is a process of its own, on 8 x 256 random tokens.
 What counts is the peak beside what the process held before, and whether it was announced. Writes results/streamed.md.
@@ -87,7 +87,7 @@ def prune(folder: Path, out: Path, what: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=56)
+    parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)  # folder, output, recipe: of a process of its own
     args = parser.parse_args()
     if args.run:
@@ -97,8 +97,16 @@ def main() -> None:
         size = write_model(Path(place, "dense"), args.layers)
         rows, said = [], []
         for number, what in enumerate(RECIPES):
-            command = [sys.executable, "-m", "benchmarks.streamed", "--run", f"{place}/dense", f"{place}/{number}", what]
-            run = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603  (ourselves)
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.streamed",
+                "--run",
+                f"{place}/dense",
+                f"{place}/{number}",
+                what,
+            ]
+            run = subprocess.run(command, check=True, capture_output=True, text=True)
             found = json.loads(run.stdout.splitlines()[-1])
             extra = found["peak"] - found["before"]
             shares = f"{extra / size:.2f}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import corp
 from benchmarks.deit_tiny import Setup, accuracy
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.data.images import ImageBatches, list_images
 from corp.recipe import Recipe
 from corp.tables import markdown_table

@@ -29,19 +29,28 @@ SHAPES = Recipe(mlp=0.5, attn=0.5, vo=0.25)
 def image_model() -> nn.Module:
     import timm  # after corp, which makes a torchvision importable that does not fit torch
 
-    torch.manual_seed(0)
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5}
-    return timm.create_model("vit_tiny_patch16_224", pretrained=False, **sizes).double().eval()
+    return _filled(timm.create_model("vit_tiny_patch16_224", pretrained=False, **sizes))
 
 
 def language_model() -> nn.Module:
     import transformers
 
-    torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16, "intermediate_size": 32}
     tokens = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     config = transformers.LlamaConfig(**heads, **tokens, num_hidden_layers=2, max_position_embeddings=32)
-    return transformers.LlamaForCausalLM(config).double().eval()
+    return _filled(transformers.LlamaForCausalLM(config))
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """The model with weights that have the same bits on every processor, as initial weights drawn by torch do not."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.double().named_parameters():
+            if parameter.ndim > 1 or name.endswith("bias"):
+                drawn = torch.randint(-128, 129, parameter.shape, generator=generator)
+                parameter.copy_(drawn / (128 * parameter.shape[-1] ** 0.5))
+    return model.eval()
 
 
 def images(seed: int, count: int) -> Tensor:

@@ -212,6 +212,7 @@ def test_within_one_prune_everything_is_done_once(target: dict, monkeypatch: pyt
     assert {name: len(made) for name, made in calls.items()} == dict.fromkeys(calls, 1)
     assert "refit" in result.plan.why
     assert told.notes
+    assert {site.name for site in result.plan.sites} <= set(told.sites)
     assert {"planning", "refitting", "trying widths", "error curves"} <= told.stages.keys()
     assert told.stages["calibrating on cpu"] == 200
 

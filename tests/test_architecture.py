@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,7 +17,7 @@ SOURCE = Path(corp.__file__).parent
 ORDER = [
     "errors", "files", "tables", "observer", "recipe", "sites",
     "numerics", "calibration", "planning", "surgery", "measure", "allocation", "refit", "adapters", "steps", "api",
-    "data", "evaluate", "report", "storage", "testing", "cli", "__main__",
+    "data", "evaluate", "report", "storage", "streamed", "testing", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -92,7 +93,27 @@ def test_every_package_says_what_comes_in_and_goes_out_and_who_imports_it() -> N
 
 
 def test_the_architecture_can_be_seen_from_the_folder() -> None:
-    assert len([path for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]) <= 24
+    assert len([path for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]) <= 25
+
+
+def files_in_the_walks(text: str) -> list[str]:
+    """The files that a page names in backticks, as paths below corp or as bare names."""
+    return re.findall(r"`([\w/]+\.py)`", text)
+
+
+def test_the_walks_name_files_that_exist() -> None:
+    known = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+    known |= {path.rpartition("/")[2] for path in known}
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = [name for name in files_in_the_walks(page) if not name.startswith("tests/")]
+    assert len(named) > 40
+    assert set(named) <= known
+
+
+def test_the_page_lists_every_package() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert re.findall(r"`(\w+)`", "".join(rows)) == [part for part in ORDER if part != "__main__"]
 
 
 def test_numerics_imports_torch_and_errors_only() -> None:

@@ -10,7 +10,9 @@ from rich.console import Console
 
 import corp
 import corp.api
-from corp.allocation.search import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, climb, most_trials
+from corp.allocation.search import most_trials
+from corp.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP
+from corp.allocation.trials import climb
 from corp.measure.comparison import compare
 from corp.measure.estimate import Estimate, Stage
 from corp.observer import Bars, Observer, duration

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from corp.api import plan as plan
     from corp.api import prune as prune
     from corp.api import repair as repair
-    from corp.calibration.job import Settings as Settings
+    from corp.calibration.settings import Settings as Settings
     from corp.calibration.statistics import Statistics as Statistics
     from corp.errors import CorpError as CorpError
     from corp.evaluate.shift import measure_shift as measure_shift
@@ -36,7 +36,7 @@ _PUBLIC = {
     "Plan": "planning.plan",
     "Recipe": "recipe",
     "Result": "steps.result",
-    "Settings": "calibration.job",
+    "Settings": "calibration.settings",
     "Statistics": "calibration.statistics",
     "apply": "api",
     "calibrate": "api",

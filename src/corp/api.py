@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from corp.allocation.allocator import Allocator
-from corp.calibration.batches import Forward, without_cache
+from corp.calibration.batches import Forward, keep_cache_setting, without_cache
 from corp.calibration.experts import supplied
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, PlanError
 from corp.measure.estimate import Estimate
@@ -155,8 +155,10 @@ def prune(
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     run = Run(batches, forward, settings, origin, watch, device)
     dense = Dense.of(model, recipe, run)
+    watch.found(dense.sites)
     way = prune_widths if recipe.tokens is None else prune_tokens
     pruned = packed(way(dense, run, recipe, stats))
+    keep_cache_setting(pruned.model, model)
     result = replace(pruned, report=replace(pruned.report, run=outcome(watch, model)))
     watch.finished(result.report.gained())
     return result

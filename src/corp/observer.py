@@ -37,6 +37,9 @@ class Observer:
     def finished(self, gained: str) -> None:
         """Take one line that says what the run gained."""
 
+    def found(self, sites: Any) -> None:
+        """Take the `corp.sites.Sites` of the model, before any long work."""
+
     def calibrated(self, stats: Any) -> Any:
         """Take the `corp.Statistics` of the data pass; the model is planned from the ones that are returned."""
         return stats
@@ -118,6 +121,9 @@ class Clock(Observer):
 
     def finished(self, gained: str) -> None:
         self.observer.finished(gained)
+
+    def found(self, sites: Any) -> None:
+        self.observer.found(sites)
 
     def calibrated(self, stats: Any) -> Any:
         return self.observer.calibrated(stats)

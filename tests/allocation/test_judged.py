@@ -10,6 +10,8 @@ import corp
 from corp import Recipe
 from corp.allocation import search
 from corp.errors import CorpWarning
+from corp.measure.closeness import Closeness
+from corp.measure.intervals import Interval
 from tests.helpers.models import batches, build
 from tests.helpers.observers import Recorder
 
@@ -39,7 +41,7 @@ def test_the_ranking_nearest_to_the_dense_model_is_used(recipe: Recipe, monkeypa
 
 def test_giving_way_is_a_warning_and_the_paper_is_never_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "TOKENS_PER_CHANNEL", 10**6)
-    monkeypatch.setattr(search.Closeness, "divergence", lambda self: search.Interval(next(falling), None, None))
+    monkeypatch.setattr(Closeness, "divergence", lambda self: Interval(next(falling), None, None))
     falling = iter([4.0, 3.0, 2.0, 1.0])
     with pytest.warns(CorpWarning, match="rank='combined' with ridge=0.01 is nearer to the dense model"):
         result = corp.prune(build("vit"), batches("vit", 6, 4), Recipe(mlp=0.6, sequential=False))

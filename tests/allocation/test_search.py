@@ -12,7 +12,7 @@ from torch import Tensor
 
 import corp
 from corp import CorpError, Recipe
-from corp.allocation import search
+from corp.allocation import search, trials
 from corp.allocation.allocator import Allocator
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.moments import Moments
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 
 
 def test_bisection_closes_in_and_asks_the_end_only_where_nothing_stops_it() -> None:
-    asked = search.bisect(lambda t: t >= 0.37, 0.2, 1.0, 8)
+    asked = trials.bisect(lambda t: t >= 0.37, 0.2, 1.0, 8)
     assert min(t for t in asked if t >= 0.37) == pytest.approx(0.37, abs=0.8 / 2**7)
     assert len(asked) == 8
-    assert search.bisect(lambda t: True, 0.2, 1.0, 3) == pytest.approx([0.6, 0.4, 0.3, 0.2])
-    assert search.bisect(lambda t: False, 0.2, 1.0, 3) == pytest.approx([0.6, 0.8, 0.9])
+    assert trials.bisect(lambda t: True, 0.2, 1.0, 3) == pytest.approx([0.6, 0.4, 0.3, 0.2])
+    assert trials.bisect(lambda t: False, 0.2, 1.0, 3) == pytest.approx([0.6, 0.8, 0.9])
 
 
 @pytest.mark.parametrize("valley", [0.0, 0.1, 0.3, 0.5, 0.66, 0.9])
@@ -44,7 +44,7 @@ def test_climbing_finds_the_valley_to_within_a_step(valley: float) -> None:
         asked.append(x)
         return (x - valley) ** 2
 
-    found = search.climb(measure, 0.5, 0.125, (0.0, 0.9))
+    found = trials.climb(measure, 0.5, 0.125, (0.0, 0.9))
     assert abs(found - valley) <= 0.125 / 2 + 1e-9
     assert len(asked) == len(set(asked)) <= 7
 
@@ -289,7 +289,7 @@ def test_trials_keep_the_pairs_that_the_result_keeps() -> None:
     model, recipe = decoders.build("llama"), Recipe(attn=0.5, rotary="shared", sequential=False)
     stats = corp.calibrate(model, decoders.batches())
     allocator = Allocator(model, corp.find_sites(model), stats, recipe)
-    tried: Any = search.sketch_model(allocator, recipe, allocator.allocate(recipe))
+    tried: Any = trials.sketch_model(allocator, recipe, allocator.allocate(recipe))
     made: Any = corp.apply(model, stats, corp.plan(model, stats, recipe)).model
     for one, other in zip(tried.model.layers, made.model.layers, strict=True):
         assert torch.equal(one.self_attn.frequencies, other.self_attn.frequencies)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 import corp
 from corp import CorpError, Recipe, Statistics
-from corp.calibration.job import Settings
 from corp.calibration.memory import human, parse_bytes, passes, site_bytes, working_bytes
 from corp.calibration.moments import Moments
+from corp.calibration.settings import Settings
 from corp.calibration.tokens import choose_tokens
 from tests.helpers.command import run
 from tests.helpers.models import build, images
@@ -307,7 +307,8 @@ def test_a_changed_command_is_refused_until_fresh(tmp_path: Path) -> None:
 
 def test_two_runs_into_one_folder_one_says_so(tmp_path: Path) -> None:
     with started(run_calibration(tmp_path / "stats", "--wait-for", str(tmp_path / "go"))) as first:
-        while not (tmp_path / ".stats.partial" / ".lock-rank-0").exists():
+        lock, deadline = tmp_path / ".stats.partial" / ".lock-rank-0", time.monotonic() + 120
+        while not lock.exists() and first.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         second = finished(run_calibration(tmp_path / "stats"))
         assert second.returncode == 1

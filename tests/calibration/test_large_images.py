@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import corp
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.tokens import choose_tokens
 from tests.helpers.seeds import seed_all
 

@@ -5,7 +5,7 @@ import torch
 
 from corp.calibration.grams import CAUSAL_BLOCKS, Grams
 from corp.calibration.moments import ACTIVE_EPS, Moments
-from corp.calibration.site_sums import Entry, StoredSums
+from corp.calibration.site_sums import Entry, stored
 from corp.calibration.tokens import choose_tokens, real_tokens
 from corp.errors import StatisticsError
 from corp.numerics.linalg import unpack
@@ -169,9 +169,9 @@ def test_tokens_are_chosen_among_the_real_ones_whatever_the_padding(side: str) -
 
 
 def test_asking_for_a_name_reads_no_file() -> None:
-    stored = StoredSums({"mlp": Entry(4, 0, "a")}, lambda file: pytest.fail(f"{file} was looked for"))
-    assert "mlp" in stored
-    assert "attn" not in stored
+    sums = stored({"mlp": Entry(4, 0, "a")}, lambda file: pytest.fail(f"{file} was looked for"))
+    assert "mlp" in sums
+    assert "attn" not in sums
 
 
 @pytest.mark.parametrize("window", [None, 3])

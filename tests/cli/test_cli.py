@@ -83,13 +83,13 @@ def test_plan_is_a_dry_run_with_json(weights: Path, photos: Path, tmp_path: Path
 
 
 def test_inspect_names_what_cannot_be_pruned() -> None:
-    result = run("inspect", "eva02_tiny_patch14_224", "--json")
+    result = run("inspect", "xcit_nano_12_p8_224", "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert {entry["kind"] for entry in content["refused"]} == {"attn", "vo"}
-    assert all("used without being called" in entry["reason"] for entry in content["refused"])
+    assert all(entry["reason"].startswith("tried out on the model") for entry in content["refused"])
     assert sum(content["coverage"].values()) == pytest.approx(1)
-    assert "of the parameters" in run("inspect", "eva02_tiny_patch14_224").output
+    assert "of the parameters" in run("inspect", "xcit_nano_12_p8_224").output
 
 
 def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -292,8 +292,9 @@ def test_a_dry_run_tells_time_and_memory_and_writes_nothing(weights: Path, photo
     assert "--dry-run" in failure("prune", MODEL, *options)  # no output was named
 
 
+@pytest.mark.parametrize("asked", [("--sparsity", 0.5), ("--target-macs", 0.7)])  # a budget has more to tell at the end
 def test_prune_finds_the_sites_once(
-    weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: tuple[str, float], weights: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
 
@@ -303,7 +304,9 @@ def test_prune_finds_the_sites_once(
 
     search = registry.search
     monkeypatch.setattr(registry, "search", counting)
-    options = ("--weights", weights, "--calib", photos, "--sparsity", 0.5, "--batch-size", 2, "--device", "cpu")
+    options = ("--weights", weights, "--calib", photos, *asked, "--batch-size", 2, "--device", "cpu")
     result = run("prune", MODEL, *options, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
+    assert "exports: " in result.output
+    assert found[0] == "cpu"  # what exports there are is told from these
     assert found.count("cpu") == 1  # saving rebuilds the architecture, without weights, and searches that

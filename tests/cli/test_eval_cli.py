@@ -209,7 +209,7 @@ def test_models_that_cannot_share_a_pass_are_refused(
     weights: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = timm_models.create
-    monkeypatch.setattr(timm_models, "create", lambda name, weights, pretrained: create(name, weights))
+    monkeypatch.setattr(timm_models, "create", lambda name, weights, **_: create(name, weights))
     common = (MODEL, "--weights", weights, "--data", photos, "--device", "cpu")
     other = run(*common, "vit_tiny_patch16_224")
     assert other.exit_code == 1

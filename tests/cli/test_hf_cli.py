@@ -117,7 +117,7 @@ def test_folders_that_cannot_be_loaded(opt: Path, tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"pickle \(\.bin\) only.*save_pretrained"):
         load_model(f"hf:{tmp_path}", None)
-    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    (tmp_path / "model.safetensors").write_bytes(4096 * b"nonsense")
     with pytest.raises(ModelError, match=r"the weights of .* cannot be loaded"):
         load_model(f"hf:{tmp_path}", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import corp
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.data.images import ImageBatches
 from corp.errors import DataError, RecipeError, StorageError
 from corp.evaluate import sweep as sweeping
@@ -70,7 +70,7 @@ def test_sizes_from_one_pass_equal_separate_calibrations(photos: ImageBatches, t
 
     photos.transform = counting
     found = statistics(model, photos, [4, 12, 24], tmp_path / "work")
-    assert seen == 24  # every image once
+    assert seen == 24 + 3 * 4  # every image once; sites are tried out on the first batch of each part
     assert [stats.samples for stats, _ in found] == [4, 12, 24]
     times = [seconds for _, seconds in found]
     assert times == sorted(times)

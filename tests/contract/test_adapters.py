@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import corp
 from corp import CorpError, Recipe
 from corp.calibration.batches import example, move
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.measure.units import unit_costs
 from corp.sites import AttentionSite, MLPSite, Rows
 from tests.helpers.hf_models import output_of

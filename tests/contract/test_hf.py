@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import corp
 from corp import CorpError, Recipe, Result
 from corp.calibration.grams import CAUSAL_BLOCKS
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.measure.cost import count_params
 from tests.helpers import hf_models
 from tests.helpers.models import FAMILIES, batches, build, prune, run

@@ -1,7 +1,8 @@
 """What must not matter does not: the order of channels, the basis of heads, how data is cut, padded and merged.
 
-Models are in float64. Outputs agree to 1e-9 of the largest one and predicted costs to 1e-7 of their size, unless a test
-says otherwise. The order of channels is tried on every family, the rest on one of each kind; with a seed
+Models are in float64. Outputs agree to 1e-9 of the largest one, or to 1e-6 behind fits of queries and keys, which end
+when they are near enough. Predicted costs agree to 2e-6 of their size, or to 1e-7 of what is lost without compensation.
+A test may say otherwise. The order of channels is tried on every family, the rest on one of each kind; with a seed
 (`make test-seeds`) everything is tried on every family.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import Recipe, Statistics
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.planning.plan import Plan
 from tests.helpers import hf_models, rotary_models
 from tests.helpers.models import FAMILIES, batches, build, call, run
@@ -62,7 +63,7 @@ def assert_same_costs(plan: Plan, other: Plan, names: tuple[str, ...] = COSTS) -
         for a, b in zip(site.costs, twin.costs, strict=True):
             size = max(a.energy, a.J_uncomp)
             for name in names:
-                assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-7, abs=1e-10 * size), name
+                assert getattr(b, name) == pytest.approx(getattr(a, name), rel=2e-6, abs=1e-7 * size), name
 
 
 def assert_same(plan: Plan, other: Plan) -> None:
@@ -83,7 +84,7 @@ def test_pruning_a_permuted_model_is_permuting_the_pruned_one(family: str) -> No
     stats = calibrate(model, data)
     plan, narrow = pruned(model, stats, recipe)
     other, twin = pruned(permuted, calibrate(permuted, data), recipe)
-    assert_close(run(twin, data[0]), run(narrow, data[0]))
+    assert_close(run(twin, data[0]), run(narrow, data[0]), 1e-6)
     assert_same_costs(plan, other)
     for site, found in zip(plan.sites, other.sites, strict=True):
         orders = [m.argmax(1) for m in maps[site.name]]  # new dimension -> old one

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import corp
-import corp.calibration.job
+import corp.calibration.settings
 import corp.planning.plan
 from corp import CorpError, Recipe
 from corp.storage.export.possible import Exports
@@ -48,7 +48,7 @@ def centred_logits(model: nn.Module) -> Tensor:
 def test_the_predicted_error_is_the_measured_one_and_the_embedding_stays(tied: bool, tmp_path: Path) -> None:
     model = build(tied=tied)
     assert corp.find_sites(model).output.tied is tied
-    settings = corp.calibration.job.Settings(tokens="all")
+    settings = corp.calibration.settings.Settings(tokens="all")
     result = corp.prune(model, data(), Recipe.paper(output=0.5), settings=settings)
     plan = result.plan.output
     assert (plan.name, plan.width, plan.keep) == ("lm_head", 16, 8)

@@ -68,7 +68,7 @@ def test_the_error_on_deployment_data_is_the_one_it_makes(
 ) -> None:
     """The pruned site, fed the dense model's inputs on the deployment data."""
     there = shifted(data[:4])
-    deployment = corp.calibrate(model, there, settings=corp.calibration.job.Settings(tokens="all"))
+    deployment = corp.calibrate(model, there, settings=corp.calibration.settings.Settings(tokens="all"))
     for recipe, name in (
         (Recipe.paper(mlp=0.5), "blocks.0.mlp"),
         (Recipe.paper(vo=0.5), "blocks.0.attn.proj"),

@@ -90,7 +90,9 @@ def test_recipes_survive_json(recipe: Recipe) -> None:
 def test_recipes_are_made_or_refused() -> None:
     accepted, refused = [], []
 
-    @given(st.dictionaries(st.sampled_from(sorted(Recipe.paper().to_dict())), JSON, max_size=4))
+    values = JSON | st.sampled_from([0, 0.25, 0.5, 1, 8, 256, True, False, None, "auto", "exact", "none", "gain"])
+
+    @given(st.dictionaries(st.sampled_from(sorted(Recipe.paper().to_dict())), values, max_size=4))
     def read(raw: dict[str, Any]) -> None:
         try:
             made = Recipe.from_dict(raw)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import corp
 from corp import Recipe, Result
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from tests.helpers.hf_folders import sentences
 from tests.helpers.seeds import seed_all, seeded
 

@@ -34,7 +34,7 @@ from PIL import Image
 import corp
 from corp import CorpError, Recipe, Statistics
 from corp.adapters import hf_models, timm_models
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.cli.report import read_part
 from corp.data.dense import read_target
 from corp.data.documents import in_order, open_documents

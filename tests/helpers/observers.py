@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from corp.observer import Advance, Observer
+from corp.sites import Sites
 
 
 class Recorder(Observer):
-    """The notes, and every stage with how many units were done."""
+    """The notes, the sites, and every stage with how many units were done."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.stages: dict[str, int] = {}
+        self.sites: list[str] = []
 
     def note(self, message: str) -> None:
         self.notes.append(message)
+
+    def found(self, sites: Sites) -> None:
+        self.sites = [site.name for site in sites]
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:

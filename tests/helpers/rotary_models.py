@@ -10,7 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import corp
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from tests.helpers.hf_models import TEXT
 from tests.helpers.seeds import seed_all, seeded
 

@@ -13,12 +13,13 @@ import torch
 import corp
 from corp import CorpError, Recipe
 from corp.adapters import hf_models
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.data import text
 from corp.data.documents import in_order, open_documents
 from corp.evaluate.tasks import run_tasks
 from corp.storage import folder as storage
 from corp.storage.export import llama_cpp
+from tests.helpers.llama import greedy, score
 
 pytestmark = pytest.mark.real
 
@@ -48,7 +49,7 @@ def test_llama_cpp_tells_the_same_stories(assets: Path, stories: list[str], tmp_
     scored, exact = [], []
     for story in stories[100:102]:
         ids = tokenizer(story)["input_ids"][:24]
-        scored += llama.score(ids)
+        scored += score(llama, ids)
         with torch.no_grad():
             found = pruned(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         exact += found.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
@@ -56,7 +57,7 @@ def test_llama_cpp_tells_the_same_stories(assets: Path, stories: list[str], tmp_
     assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
     prompt = tokenizer("Once upon a time, there was a little dog named Max.")["input_ids"]
     told = pruned.generate(input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-    assert llama.greedy(prompt, 24) == told.tolist()
+    assert greedy(llama, prompt, 24) == told.tolist()
 
 
 @pytest.mark.filterwarnings("ignore")  # of lm-eval and what it imports

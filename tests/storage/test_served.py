@@ -20,10 +20,11 @@ from corp.storage import folder as storage
 from corp.storage.export import gguf_file, llama_cpp
 from corp.storage.export.gguf_vocabulary import vocabulary_of
 from corp.storage.export.possible import Exports
-from corp.storage.export.rotary import common_heads, rope_factors, shared_pairs
+from corp.storage.export.rotary import common_heads, rope_factors
 from tests.helpers import decoders, models
 from tests.helpers.command import run
 from tests.helpers.deci import Deci
+from tests.helpers.llama import greedy, score
 from tests.helpers.seeds import seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -74,11 +75,11 @@ def test_llama_cpp_computes_what_the_pruned_model_does(family: str, tmp_path: Pa
     assert "heads are padded with zeros to" in made.notes[0]
     llama = llama_cpp.Llama(tmp_path / "out" / "model.gguf")
     expected = logits(result.model).log_softmax(-1)
-    scores = torch.tensor(llama.score(IDS.tolist()), dtype=torch.float64)
+    scores = torch.tensor(score(llama, IDS.tolist()), dtype=torch.float64)
     torch.testing.assert_close(scores, expected[:-1].gather(1, IDS[1:, None])[:, 0], rtol=1e-5, atol=1e-4)
     model: Any = result.model
     told = model.generate(input_ids=IDS[None], max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert llama.greedy(IDS.tolist(), 8) == told[0, len(IDS) :].tolist()
+    assert greedy(llama, IDS.tolist(), 8) == told[0, len(IDS) :].tolist()
     assert fields(tmp_path / "out" / "model.gguf")["deci.feed_forward_length"] == [28, 20]
 
 
@@ -90,7 +91,9 @@ def test_one_set_of_rotary_pairs_makes_heads_narrower_everywhere(family: str, tm
     """Pairs 1 and 3 of 4 in all heads: half the cache in llama.cpp, vLLM and, of one MLP width, plain transformers."""
     uniform = Recipe(mlp=0.5, attn=0.5, vo=0.5)
     result = decoders.saved(family, tmp_path / "small", uniform, [1, 3])
-    assert shared_pairs(result.plan) == [1, 3]
+    heads = [(site.width, head) for site in result.plan.sites if site.kind == "attn" for head in site.kept]
+    kept = {tuple(i for i in head if i < width // 2) for width, head in heads}  # a pair by its first dimension
+    assert kept == {(1, 3)}
     expected = logits(result.model)
     storage.export(tmp_path / "small", tmp_path / "hf", to="hf")
     plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()

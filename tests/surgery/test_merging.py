@@ -17,8 +17,9 @@ from corp.errors import ModelError, PlanError
 from corp.measure.cost import count_macs
 from corp.planning.merging import Merging
 from corp.storage.export.formats import write_format
-from corp.surgery.merged import block_macs, merge_tokens
+from corp.surgery.merged import merge_tokens
 from corp.surgery.merging import match, merge, regroup, rows
+from corp.surgery.merging_block import block_macs
 from tests.helpers import models
 from tests.helpers.seeds import seeded
 
@@ -239,8 +240,6 @@ def test_requests_that_do_not_fit_are_refused() -> None:
 def test_a_merging_survives_json_and_refuses_nonsense() -> None:
     merging = Merging("blocks", (3, 0), 1, read=1)
     assert Merging.from_dict(merging.to_dict()) == merging
-    assert not merging.idle
-    assert Merging("blocks", (0, 0), 1).idle
     for raw in (None, {"blocks": "blocks"}, {**merging.to_dict(), "more": 1}, {**merging.to_dict(), "schedule": 3}):
         with pytest.raises(PlanError, match="merging"):
             Merging.from_dict(raw)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from corp.adapters.structure import in_block
+from corp.adapters.linears import in_block
 from corp.sites import Layer, Refusal, Site, layers_of
 
 SMALL = 4096  # parameters up to which a matrix in a block needs no reason

@@ -11,8 +11,8 @@ from corp.surgery.hf_names import Names
 ENCODER_MASK = "encoder_attention_mask"
 
 
-def _three(q: str, k: str, v: str, *out: str, heads: str, drop: str = "dropout", **other: Any) -> Names:
-    return Names(((q, "q"), (k, "k"), (v, "v")), out, heads, other.pop("scale", "scaling"), drop, **other)
+def _three(q: str, k: str, v: str, *out: str, heads: str, **other: Any) -> Names:
+    return Names(((q, "q"), (k, "k"), (v, "v")), out, heads, other.pop("scale", "scaling"), "dropout", **other)
 
 
 OPT = Family(

@@ -24,22 +24,22 @@ def endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or ENDPOINT
 
 
-def reachable(url: str, seconds: float = SECONDS) -> bool:
-    """Whether the host of `url`, or the proxy that stands before it, takes a connection within so many seconds."""
+def reachable(url: str) -> bool:
+    """Whether the host of `url`, or the proxy that stands before it, takes a connection soon enough."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     place = urlsplit(getproxies().get(urlsplit(url).scheme) or url)
     answers: list[bool] = []
     # A thread, because looking up a name knows no time limit.
-    probe = Thread(target=_connect, args=(place.hostname or "", place.port or 443, seconds, answers), daemon=True)
+    probe = Thread(target=_connect, args=(place.hostname or "", place.port or 443, answers), daemon=True)
     probe.start()
-    probe.join(seconds)
+    probe.join(SECONDS)
     return bool(answers)
 
 
-def _connect(host: str, port: int, seconds: float, answers: list[bool]) -> None:
+def _connect(host: str, port: int, answers: list[bool]) -> None:
     try:
-        socket.create_connection((host, port), timeout=seconds).close()
+        socket.create_connection((host, port), timeout=SECONDS).close()
     except (OSError, UnicodeError):
         return
     answers.append(True)

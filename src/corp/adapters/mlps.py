@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from corp.adapters.structure import in_block, in_features, linears, not_linear, out_features
+from corp.adapters.linears import in_block, in_features, linears, not_linear, out_features
 from corp.sites import MLPSite, Refusal, Rows
 from corp.surgery.experts import Experts, expert_sites, why_packed
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+MOST = 4
 
-def near(name: str, known: Iterable[str], most: int = 4) -> list[str]:
+
+def near(name: str, known: Iterable[str]) -> list[str]:
     """The known names that `name` may stand for, best first.
 
     A known name counts by the edits that turn `name` into some beginning of it: who types `deit_tinny` means
@@ -13,7 +15,7 @@ def near(name: str, known: Iterable[str], most: int = 4) -> list[str]:
     """
     allowed = max(2, len(name) // 4)
     found = [(prefix_distance(name.lower(), other.lower()), len(other), other) for other in known]
-    return [other for edits, _, other in sorted(found) if edits <= allowed][:most]
+    return [other for edits, _, other in sorted(found) if edits <= allowed][:MOST]
 
 
 def prefix_distance(name: str, other: str) -> int:

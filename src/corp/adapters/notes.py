@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from corp.adapters.structure import CROSS, in_block
+from corp.adapters.attention_names import CROSS
+from corp.adapters.linears import in_block
 from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Site, module_of
 
 EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")

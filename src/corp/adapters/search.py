@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from corp.adapters.attention_names import attentions
 from corp.adapters.examples import examples
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import latent_attentions, noted
 from corp.adapters.settle import Outcome, first_ways, joined, settle
-from corp.adapters.structure import Claim, attentions, claim_attention
+from corp.adapters.structure import Claim, claim_attention
 from corp.calibration.batches import Forward, feed
 from corp.errors import CorpError
 from corp.sites import Finding, Refusal, Site, layers_of, module_of

@@ -22,7 +22,8 @@ from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
 from corp.measure.cost import count_macs
 from corp.planning.merging import Merging
-from corp.surgery.merged import block_macs, merge_tokens
+from corp.surgery.merged import merge_tokens
+from corp.surgery.merging_block import block_macs
 
 SAMPLES = 64  # held-out samples that schedules are compared on
 RISE = 0.45  # the rule: the last block merges exp(0.9) times as many tokens as the first
@@ -68,9 +69,9 @@ def choose_schedule(
     return replace(trial.known[trial.fitting(shape).schedule], tried=tuple(trial.tried))
 
 
-def rising(blocks: int, by: float = RISE) -> Shape:
+def rising(blocks: int) -> Shape:
     """The shape to start from: as many tokens more in every block as the images have fewer left to be told apart."""
-    return tilt([1.0] * blocks, by)
+    return tilt([1.0] * blocks, RISE)
 
 
 def in_every_second(shape: Shape) -> Shape:
@@ -199,11 +200,11 @@ def tokens_of(model: nn.Module, merging: Merging, batch: Any, forward: Forward |
     return found[0]
 
 
-def few(held: Sequence[Any], samples: int = SAMPLES) -> list[Any]:
-    """The first batches that have so many samples together."""
+def few(held: Sequence[Any]) -> list[Any]:
+    """The first batches that have enough samples together."""
     chosen: list[Any] = []
     for batch in held:
-        if sum(map(size_of, chosen)) < samples:
+        if sum(map(size_of, chosen)) < SAMPLES:
             chosen.append(batch)
     if not chosen:
         raise DataError("a token schedule is chosen on held-out batches, and there are none")

@@ -66,6 +66,13 @@ def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
     return shared({("cache", *map(id, every)): change})
 
 
+def keep_cache_setting(smaller: nn.Module, dense: nn.Module) -> None:
+    """Give a copy that was made inside `without_cache` the dense model's own setting."""
+    config: Any = getattr(smaller, "config", None)
+    if hasattr(config, "use_cache"):
+        config.use_cache = getattr(getattr(dense, "config", None), "use_cache", config.use_cache)
+
+
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the model's first parameter."""
     first = next(model.parameters(), torch.empty(0))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from corp.calibration.moments import Moments
-from corp.calibration.site_sums import AnySums, SiteSums
+from corp.calibration.site_sums import AnySums, SiteSums, changed
 from corp.calibration.statistics import Statistics
 from corp.sites import MLPSite, Site
 
@@ -20,7 +20,11 @@ def supplied(stats: Statistics, sites: Iterable[Site]) -> Statistics:
     predicted from anything else.
     """
     routed = frozenset(site.name for site in sites if isinstance(site, MLPSite) and site.experts)
-    return replace(stats, sums=_Supplied(stats.sums, routed)) if routed else stats
+
+    def supply(name: str, sums: AnySums) -> AnySums:
+        return filled(sums) if name in routed and isinstance(sums.fit, Moments) else sums
+
+    return replace(stats, sums=changed(stats.sums, supply)) if routed else stats
 
 
 def starved(stats: Statistics, sites: Iterable[Site]) -> list[str]:
@@ -37,26 +41,6 @@ def starved(stats: Statistics, sites: Iterable[Site]) -> list[str]:
         f"{len(few)} experts saw fewer tokens than they have channels ({some}): they keep the channels with the "
         "largest weights and energies, and nothing compensates for the others; calibrate on more data"
     ]
-
-
-class _Supplied(Mapping[str, AnySums]):
-    """Sums, made when they are asked for, in which those of starved experts are filled up."""
-
-    def __init__(self, sums: Mapping[str, AnySums], routed: frozenset[str]) -> None:
-        self._sums, self._routed = sums, routed
-
-    def __getitem__(self, name: str) -> AnySums:
-        found = self._sums[name]
-        return filled(found) if name in self._routed and isinstance(found.fit, Moments) else found
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sums  # Mapping's own would read a file to find out
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
 
 
 def filled(sums: SiteSums[Moments]) -> SiteSums[Moments]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +18,8 @@ from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, rea
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.hooks import Collector
 from corp.calibration.memory import free_bytes, human, passes
-from corp.calibration.offload import PLACES, offloaded
+from corp.calibration.offload import offloaded
+from corp.calibration.settings import Settings
 from corp.calibration.site_sums import Entry
 from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
 from corp.calibration.workers import Workers
@@ -27,42 +27,6 @@ from corp.errors import CorpError, DataError, StatisticsError
 from corp.files import lock_folder, refuse_existing, write_text
 from corp.observer import SILENT, Advance, Observer
 from corp.sites import AttentionSite, OutputHead, Site
-
-# What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
-ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to calibrate.
-
-    tokens               "auto" (enough for a stable fit), "all", or how many of every sample's
-    memory               bytes for the sums; None: what is free, with a margin
-    checkpoint_seconds   between checkpoints of a run with an output folder
-    fresh                start over instead of continuing a killed run
-    offload, device      keep the weights on "cpu" or "disk" while layers compute on this device
-    causal               count only logits that a causal mask lets through (in blocks); False counts all, as the paper
-    """
-
-    tokens: str | int = "auto"
-    memory: int | None = None
-    checkpoint_seconds: float = 120.0
-    fresh: bool = False
-    offload: str | None = None
-    device: str = "cpu"
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        if self.tokens not in ("auto", "all") and (not isinstance(self.tokens, int) or self.tokens < 1):
-            raise StatisticsError(f"tokens={self.tokens!r} is not 'auto', 'all' or a number of tokens per sample")
-        if self.offload not in (None, *PLACES):
-            raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
-
-    def tokens_of(self, width: int, samples: int | None) -> int:
-        """Tokens per sample where `width` channels are modelled; 0 takes all."""
-        if isinstance(self.tokens, int):
-            return self.tokens
-        return 0 if self.tokens == "all" else enough_tokens(width, samples)
 
 
 class Recording(Protocol):
@@ -289,11 +253,6 @@ class Job:
             "sites": [site.name for site in self.sites],
             **self.origin,
         }
-
-
-def enough_tokens(width: int, samples: int | None) -> int:
-    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0 takes all."""
-    return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0
 
 
 def _problem(action: Callable[[], None]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -149,21 +149,30 @@ def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     return shape == (0,) or all(e in (-1, s) for s, e in zip(shape, expected, strict=True))
 
 
-class StoredSums(Mapping[str, AnySums]):
-    """Sums that stay in their folder: each is read when asked for, and forgotten when let go."""
+class LazySums(Mapping[str, AnySums]):
+    """Sums of the sites in `names`, each made when it is asked for, and forgotten when let go."""
 
-    def __init__(self, entries: Mapping[str, Entry], locate: Callable[[str], Path]) -> None:
-        self._entries, self._locate = dict(entries), locate
+    def __init__(self, names: Collection[str], make: Callable[[str], AnySums]) -> None:
+        self._names, self._make = names, make
 
     def __getitem__(self, name: str) -> AnySums:
-        entry = self._entries[name]
-        return read_sums(self._locate(entry.file), entry)
+        return self._make(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries  # Mapping's own would read the file to find out
+        return name in self._names  # Mapping's own would make them to find out
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._names)
+
+
+def stored(entries: Mapping[str, Entry], locate: Callable[[str], Path]) -> LazySums:
+    """Sums that stay in their folder: each is read when asked for."""
+    return LazySums(entries, lambda name: read_sums(locate(entries[name].file), entries[name]))
+
+
+def changed(sums: Mapping[str, AnySums], change: Callable[[str, AnySums], AnySums]) -> LazySums:
+    """Sums that are changed when they are asked for."""
+    return LazySums(sums, lambda name: change(name, sums[name]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from corp.calibration.batches import is_description
 from corp.calibration.grams import Grams
 from corp.calibration.moments import Moments
 from corp.calibration.pairs import PairSums
-from corp.calibration.site_sums import AnySums, Entry, SiteSums, StoredSums, Sums, added, entry_of, write_sums
+from corp.calibration.site_sums import AnySums, Entry, SiteSums, Sums, added, changed, entry_of, stored, write_sums
 from corp.errors import StatisticsError
 from corp.files import file_in, new_folder, read_json, write_text
 from corp.numerics.place import Place
@@ -53,7 +53,7 @@ class Statistics(Tabular):
 
     def fitted(self) -> Statistics:
         """The statistics without the held-out batches, so that models made from them can be tried on those."""
-        return replace(self, sums=_ChangedSums(self.sums, lambda _name, sums: sums.fitted()))
+        return replace(self, sums=changed(self.sums, lambda _name, sums: sums.fitted()))
 
     def at(self, places: Mapping[str, Place]) -> Statistics:
         """The statistics with the sums of every site at its place, moved when they are asked for."""
@@ -61,7 +61,7 @@ class Statistics(Tabular):
         def moved(name: str, sums: AnySums) -> AnySums:
             return sums.at(places[name]) if name in places else sums
 
-        return replace(self, sums=_ChangedSums(self.sums, moved))
+        return replace(self, sums=changed(self.sums, moved))
 
     def __add__(self, other: Statistics) -> Statistics:
         header = merged_header(self, other)
@@ -80,26 +80,7 @@ class Statistics(Tabular):
         manifest = read_manifest(folder)
         entries = read_entries(folder / MANIFEST, manifest["sites"])
         header: dict[str, Any] = {key: manifest.get(key) for key in ("samples", "weights", "inputs", "origin")}
-        return cls(StoredSums(entries, lambda file: file_in(folder, file)), **header)
-
-
-class _ChangedSums(Mapping[str, AnySums]):
-    """Sums that are changed when they are asked for."""
-
-    def __init__(self, sums: Mapping[str, AnySums], change: Callable[[str, AnySums], AnySums]) -> None:
-        self._sums, self._change = sums, change
-
-    def __getitem__(self, name: str) -> AnySums:
-        return self._change(name, self._sums[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sums  # Mapping's own would read a file to find out
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
+        return cls(stored(entries, lambda file: file_in(folder, file)), **header)
 
 
 def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from corp.recipe import HOW as HOW
 from corp.recipe import REMOVE as REMOVE
 
 if TYPE_CHECKING:
-    from corp.calibration.job import Settings
+    from corp.calibration.settings import Settings
 
 DATA, MACHINE, OUTPUT = "Model and data", "Machine", "Output"
 PANELS = (DATA, REMOVE, HOW, BUDGET, MACHINE, OUTPUT)  # in this order in every --help
@@ -168,8 +168,8 @@ class Collection:
 
     def settings(self, **more: Any) -> Settings:
         """The settings of the data pass; `more` are other fields of `corp.Settings`."""
-        from corp.calibration.job import Settings
         from corp.calibration.memory import parse_bytes
+        from corp.calibration.settings import Settings
         from corp.cli.recipes import parse_number
 
         tokens: Any = self.sample_tokens

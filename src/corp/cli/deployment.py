@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli.arguments import Deployment, Source
-from corp.cli.console import Console, progress, show_table
+from corp.cli.console import Console, note, progress, show_table
 from corp.cli.inputs import calibrated
-from corp.errors import CorpWarning, DataError
+from corp.errors import CorpError, CorpWarning, DataError
 from corp.evaluate.shift import measure_shift
 from corp.evaluate.shift_result import COLUMNS, Shift
 from corp.planning.plan import Plan
+from corp.sites import Sites
 
 
 def require_given(options: Deployment) -> None:
@@ -35,11 +38,19 @@ class DeploymentWatch(Console):
     dense: nn.Module
     deployment: Deployment
     settings: Settings
+    tell: Callable[[Sites], str] | None = None  # what is to be said once the model's sites are known
+    sites: Sites | None = None
     stats: Statistics = field(default_factory=Statistics)
     seen: Statistics | None = None
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def found(self, sites: Sites) -> None:
+        self.sites = sites
+        if self.tell is not None:
+            with suppress(CorpError):  # of a model that cannot be exported; pruning it is another matter
+                note(self.tell(sites))
 
     def calibrated(self, stats: Statistics) -> Statistics:
         self.stats = stats

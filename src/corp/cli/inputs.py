@@ -14,7 +14,7 @@ from corp import __version__
 from corp.adapters.registry import find_sites
 from corp.api import calibrate
 from corp.calibration.batches import placement, without_cache
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli.arguments import Source
 from corp.cli.console import Console, note, progress

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from corp.cli import arguments as a
 from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import CorpError, DataError, StorageError
+from corp.errors import DataError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from corp.calibration.batches import Forward
     from corp.planning.report import Report
+    from corp.sites import Sites
     from corp.steps.result import Result
     from corp.storage.export.possible import Exports
 
@@ -103,7 +103,8 @@ def prune(
     if known is None:
         inputs.require_data(source)
     dense = inputs.opened(source, any_size=in_use)
-    recipe = recipe if program is None else Exports(dense).recipe_for(program, recipe)
+    exports = None if program is None else Exports(dense)
+    recipe = recipe if exports is None or program is None else exports.recipe_for(program, recipe)
     batches, forward = None, None
     if in_use:
         from corp.cli.eval_dense import used_with
@@ -119,9 +120,11 @@ def prune(
             note(in_flags(line))
         return
     inputs.warn_of_little_space(out, dense)
-    with suppress(CorpError):  # what cannot be pruned at all is refused below, with its reasons
-        note(told(Exports(dense), recipe))
-    watch = DeploymentWatch(source, dense, deployment, settings)
+
+    def possible(sites: Sites) -> str:
+        return told(exports or Exports(dense, sites), recipe)
+
+    watch = DeploymentWatch(source, dense, deployment, settings, possible)
     with workers.launched() as group:
         result = api.prune(
             dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
@@ -146,7 +149,7 @@ def prune(
         return
     if show:
         show()
-    note_merging(dense, result, recipe, batches, forward)
+    note_merging(dense, watch.sites, result, recipe, batches, forward)
     note(f"{result.report.gained()}; saved to {out}, load it with corp.load({str(out)!r})")
 
 
@@ -212,16 +215,22 @@ def show_report(report: Report) -> None:
         note(line)
 
 
-def note_merging(dense: nn.Module, result: Result, recipe: Recipe, batches: Any, forward: Forward | None) -> None:
+def note_merging(
+    dense: nn.Module,
+    sites: Sites | None,
+    result: Result,
+    recipe: Recipe,
+    batches: Any,
+    forward: Forward | None,
+) -> None:
     """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
-    from corp.adapters.registry import find_sites
     from corp.cli.models import IMAGE, kind_of
     from corp.refit.tokens import offer_merging
 
     target = recipe.target_macs or recipe.target_latency
-    if target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
+    if sites is None or target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
         return
-    offer = offer_merging(dense, find_sites(dense), result.model, target, batches, forward)
+    offer = offer_merging(dense, sites, result.model, target, batches, forward)
     if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
         merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
         note(

@@ -15,7 +15,7 @@ from torch import nn
 
 from corp import __version__
 from corp.calibration.batches import without_cache
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import arguments as a
 from corp.cli import eval_text

@@ -20,7 +20,7 @@ from corp.adapters.registry import find_sites
 from corp.api import calibrate
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.calibration.hooks import Collector
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at

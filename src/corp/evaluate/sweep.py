@@ -19,7 +19,7 @@ from torch import nn
 from corp import api
 from corp.adapters.registry import find_sites
 from corp.calibration.checkpoint import prepare_folder
-from corp.calibration.job import Settings, enough_tokens
+from corp.calibration.settings import Settings, enough_tokens
 from corp.calibration.statistics import Statistics, merge
 from corp.errors import DataError, RecipeError
 from corp.files import cannot_write, lock_folder, read_json, refuse_existing, write_text

@@ -250,10 +250,10 @@ def first_samples(batch: Any, count: int) -> Any:
     return batch[:count] if isinstance(batch, Tensor) and batch.dim() else batch
 
 
-def _products(dtype: torch.dtype, size: int = 512) -> float:
+def _products(dtype: torch.dtype) -> float:
     """Multiply-accumulates per second of a square matrix product: the best of three."""
-    a = torch.ones(size, size, dtype=dtype)
-    return float(size**3 / min(_timed(lambda: a @ a) for _ in range(4)))
+    a = torch.ones(512, 512, dtype=dtype)
+    return float(512**3 / min(_timed(lambda: a @ a) for _ in range(4)))
 
 
 def _timed(call: Callable[[], object]) -> float:

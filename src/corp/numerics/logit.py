@@ -17,6 +17,8 @@ from corp.numerics import kronecker
 from corp.numerics.affine import Distortion
 from corp.numerics.kronecker import Operator
 
+PRECISE_BELOW = 1e-6  # a smaller ridge asks for a fit that loses nothing where nothing has to be lost
+
 
 class LogitSystem(NamedTuple):
     """Normal equations of min_M sum_b ||Q_P K_P^T - Q_S M K_S^T||^2."""
@@ -33,8 +35,11 @@ def logit_system(G: Operator, h: Tensor, E: Tensor, pruned: Tensor) -> LogitSyst
 
 
 def fit_logit(system: LogitSystem, *, ridge: float, tolerance: float | None = None) -> Tensor:
-    """M (S, S) with G(M) + lambda M = h, lambda = ridge * mean diagonal of G."""
-    if ridge == 0:
+    """M (S, S) with G(M) + lambda M = h, lambda = ridge * mean diagonal of G.
+
+    The tolerance holds from a ridge of PRECISE_BELOW on; with a smaller one the solution is as precise as its dtype.
+    """
+    if ridge < PRECISE_BELOW:
         tolerance = None
     return kronecker.solve(system.G, system.h, ridge * system.scale, tolerance)
 

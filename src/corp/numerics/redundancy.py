@@ -17,12 +17,10 @@ class Redundancy(NamedTuple):
     k95_eigenvalues: int
 
 
-def redundancy(Sigma: Tensor, share: float = 0.95) -> Redundancy:
+def redundancy(Sigma: Tensor) -> Redundancy:
     """All measures of Sigma (D, D), symmetric positive semidefinite up to rounding."""
     eigenvalues = torch.linalg.eigvalsh(Sigma).clamp(min=0)  # (D,); rounding can make zeros negative
-    return Redundancy(
-        len(Sigma), effective_rank(eigenvalues), k_share(Sigma.diagonal(), share), k_share(eigenvalues, share)
-    )
+    return Redundancy(len(Sigma), effective_rank(eigenvalues), k_share(Sigma.diagonal()), k_share(eigenvalues))
 
 
 def effective_rank(eigenvalues: Tensor) -> float:

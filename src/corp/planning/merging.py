@@ -38,11 +38,6 @@ class Merging:
                 f"schedule ends in 0, unmerge is False and read is at most prefix ({self.prefix})"
             )
 
-    @property
-    def idle(self) -> bool:
-        """Is the model left as it was?"""
-        return not any(self.schedule) and self.read is None
-
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "schedule": list(self.schedule)}
 

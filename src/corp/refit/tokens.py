@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from corp.allocation.agreement import STEPS as AGREEMENT_STEPS
 from corp.allocation.allocator import Allocator
 from corp.allocation.latency import Timer
-from corp.allocation.search import AGREEMENT_SAMPLES, bisect, climb, sketch_model
-from corp.allocation.search import STEPS as AGREEMENT_STEPS
+from corp.allocation.search import AGREEMENT_SAMPLES
 from corp.allocation.tokens import (
     Chosen,
     Operations,
@@ -25,6 +25,7 @@ from corp.allocation.tokens import (
     rising,
     scaled,
 )
+from corp.allocation.trials import bisect, climb, sketch_model
 from corp.calibration.batches import Forward, size_of
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.errors import DataError, ModelError, PlanError

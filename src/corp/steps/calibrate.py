@@ -7,7 +7,8 @@ from pathlib import Path
 from corp.calibration import workers
 from corp.calibration.batches import count_samples, evaluating
 from corp.calibration.holdout import HeldBatches
-from corp.calibration.job import Job, Settings
+from corp.calibration.job import Job
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.recipe import Recipe
 from corp.refit.recording import Recorder

@@ -10,7 +10,7 @@ from torch import nn
 from corp.allocation.search import samples_needed, usual_trials
 from corp.calibration.batches import count_samples, placement
 from corp.calibration.holdout import HoldOut, batch_count
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.measure.cost import count_params
 from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed

@@ -10,7 +10,7 @@ from torch import nn
 
 from corp.adapters.registry import find_sites
 from corp.calibration.batches import Forward, first_batch, first_samples
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
 from corp.numerics.place import Place

@@ -9,7 +9,6 @@ from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
 from corp.recipe import Recipe
 from corp.refit.repair import why_not
-from corp.refit.replay import Passage
 from corp.steps.apply import apply_plan
 from corp.steps.calibrate import recorder_for, run_calibration
 from corp.steps.count import countable
@@ -31,11 +30,9 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
-        passages: list[Passage] = []
+        recorder = recorder_for(dense, run, recipe, blocks) if stats is None else None
         if stats is None:
-            recorder = recorder_for(dense, run, recipe, blocks)
             stats = run_calibration(dense, run, held=held, recorder=recorder)
-            passages = recorder.passages if recorder else []
         else:
             dense.require({"statistics": stats.weights})
             if held is not None and batches is not None:
@@ -46,4 +43,4 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         planned = plan_sites(dense, stats, chosen, found, watch).noting(*notes)
         warn_of_notes(planned)
         result = apply_plan(dense, stats, planned, counted, watch)
-        return refit(dense, result, run, chosen, blocks, passages) if blocks else result
+        return refit(dense, result, run, chosen, blocks, recorder.passages if recorder else None) if blocks else result

@@ -99,9 +99,7 @@ def compact_manifest(result: Result, path: str | Path, command: str | None) -> d
     return manifest
 
 
-def describe_result(
-    result: Result, folder: Path, path: Path, manifest: dict[str, Any], sources: list[str]
-) -> None:
+def describe_result(result: Result, folder: Path, path: Path, manifest: dict[str, Any], sources: list[str]) -> None:
     """Write all that stands beside the weights into `folder`, which will be `path`."""
     _write(folder / MANIFEST, manifest)
     _write(folder / REPORT, result.report.to_dict())

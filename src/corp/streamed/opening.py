@@ -27,9 +27,7 @@ class Opened(NamedTuple):
     weights: Weights
 
 
-def open_folder(
-    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Opened:
+def open_folder(folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Opened:
     """The model of a folder that transformers' save_pretrained or timm wrote; no weights are read.
 
     It computes on `device`, in `dtype` or that of the checkpoint.

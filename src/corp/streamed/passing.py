@@ -1,4 +1,4 @@
-"""Running a model up to one of its blocks: the blocks before pass their hidden state on, and the code around is its own.
+"""Running a model up to one of its blocks: those before pass their hidden state on, and the code around is its own.
 
 So every block is called as the model calls it, with the masks and positions that belong to the batch, while no other
 block's weights are needed. refit.blocks has found out that these do not depend on hidden states.

@@ -165,9 +165,7 @@ def _prepared(
     )  # fmt: skip
 
 
-def _blocks(
-    model: nn.Module, sites: Sites, recipe: Recipe, batches: list[Any], forward: Forward | None
-) -> list[Block]:
+def _blocks(model: nn.Module, sites: Sites, recipe: Recipe, batches: list[Any], forward: Forward | None) -> list[Block]:
     try:
         return find_blocks(model, sites, recipe, batches, forward)
     except PlanError as error:
@@ -193,7 +191,7 @@ def _announce(need: Need, allowed: int | None, observer: Observer) -> None:
     """Say what will be held; refuse more than is allowed."""
     if allowed is not None and need.total > allowed:
         raise PlanError(
-            f"{need.line()}; {human(allowed)} are allowed: give more memory, smaller batches or fewer sequential_samples"
+            f"{need.line()}; {human(allowed)} are allowed: give more, smaller batches or fewer sequential_samples"
         )
     observer.note(need.line())
 

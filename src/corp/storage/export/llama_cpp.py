@@ -72,17 +72,6 @@ class Llama:
         total = math.log(math.fsum(map(math.exp, values)))
         return [value - total for value in values]
 
-    def greedy(self, tokens: list[int], count: int) -> list[int]:
-        """The `count` likeliest tokens, one after the other."""
-        made = list(tokens)
-        for _ in range(count):
-            made.append(self.likeliest(made, 1)[0][0])
-        return made[len(tokens) :]
-
-    def score(self, tokens: list[int]) -> list[float]:
-        """The log-probability of every token but the first, each behind those before it."""
-        return [self.distribution(tokens[:place])[tokens[place]] for place in range(1, len(tokens))]
-
     def _told(self, tokens: list[int], drawn: int, count: int) -> dict[str, Any] | None:
         """What llama.cpp reports of one step that draws the token `drawn`; None where it holds that back.
 

@@ -18,7 +18,7 @@ from corp.planning.linear import uses_intercept
 from corp.planning.plan import Plan
 from corp.planning.widths import width_of
 from corp.recipe import SHARED, UNIFORM, Recipe
-from corp.sites import AttentionSite, projection_at
+from corp.sites import AttentionSite, Sites, projection_at
 from corp.storage.export.decoder import why_not
 from corp.storage.export.formats import ONNX, PT2
 from corp.storage.export.profiles import (
@@ -37,17 +37,17 @@ Reasons: TypeAlias = dict[str, str | None]  # by target, why not; None where it 
 
 
 class Exports:
-    """Where a model can go, pruned in one way or another; its sites are found once, on a copy without weights.
+    """Where a model can go, pruned in one way or another; its sites are given, or found on a copy without weights.
 
     Targets are the model's own library, "hf" or "timm" (the profile standard), "compat", the same padded to the dense
     shapes, and the others of `corp export --to`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sites: Sites | None = None) -> None:
         bare = {id(p): nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
         self.model = copy.deepcopy(model, dict(bare))  # tensors in the memo are not copied
         open_up(self.model)
-        self.sites = find_sites(self.model)
+        self.sites = find_sites(self.model) if sites is None else sites
         adapter, self.identity = _identified(model)
         self.library = library_of(adapter.name) if adapter else None
         self.rebuild = adapter.rebuild if adapter else None

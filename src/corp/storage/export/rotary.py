@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from corp.planning.plan import Plan
 from corp.sites import Projection, projection_of
 from corp.surgery.hf_attention import RotaryAttention
 
@@ -29,20 +28,6 @@ class Heads(NamedTuple):
     @property
     def narrower(self) -> bool:
         return self.width < self.dense
-
-
-def shared_pairs(plan: Plan) -> list[int] | None:
-    """The rotary pairs that every head of every layer keeps, where it is one set for all; None where they differ.
-
-    Of plans for models whose heads are rotary throughout: a dimension j below half the width stands for its pair.
-    """
-    kept = {
-        tuple(i for i in group if i < site.width // 2)
-        for site in plan.sites
-        if site.kind == "attn"
-        for group in site.kept
-    }
-    return list(kept.pop()) if len(kept) == 1 else None
 
 
 def attentions(model: nn.Module) -> dict[str, Any]:

@@ -1,18 +1,13 @@
-"""Where prunable things are in a model: plain data, found by an adapter, followed by everything else."""
+"""Sites as plain data: rows of linear layers, masks and rotations, and what is prunable there, kind by kind."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-import torch
-from torch import Tensor, nn
-
-from corp.errors import CorpError, ModelError
-from corp.tables import Tabular
+from corp.errors import CorpError
 
 
 @dataclass(frozen=True)
@@ -86,6 +81,18 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Rotary:
+    """The first `dims` of every head's queries and keys are rotated, in pairs (j, j + dims/2), by their position.
+
+    `argument` of the attention's own forward call holds (cos, sin), each (B, n, dims). None: rotated queries and keys
+    are read where they reach scaled_dot_product_attention.
+    """
+
+    dims: int
+    argument: str | None = "position_embeddings"
+
+
+@dataclass(frozen=True)
 class MLPSite:
     """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`.
 
@@ -146,18 +153,6 @@ class ValueSite:
     def inputs(self) -> int:
         """Features that go into the linear `down`."""
         return self.heads * self.width
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The first `dims` of every head's queries and keys are rotated, in pairs (j, j + dims/2), by their position.
-
-    `argument` of the attention's own forward call holds (cos, sin), each (B, n, dims). None: rotated queries and keys
-    are read where they reach scaled_dot_product_attention.
-    """
-
-    dims: int
-    argument: str | None = "position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -256,138 +251,6 @@ def heads_of(site: Site) -> int | None:
     return None if isinstance(site, MLPSite) else site.groups
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A place that looks prunable but is not understood: asking for it is an error, never a silent skip."""
-
-    name: str
-    kind: str
-    reason: str
-
-
-Finding: TypeAlias = Site | Refusal
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer of the model with what becomes of it: state "pruned", "refused" or "outside", and why not pruned."""
-
-    name: str
-    params: int
-    state: str
-    reason: str = ""
-
-
-class Sites(Tabular):
-    """What was found in a model: iterate over it for the sites, `refused` holds the rest.
-
-    `layers` accounts for every layer of the model; `proven` are the names of sites that were tried out on it.
-    """
-
-    def __init__(
-        self,
-        found: list[Site],
-        refused: list[Refusal] | None = None,
-        adapter: str = "",
-        output: OutputHead | None = None,
-        layers: tuple[Layer, ...] = (),
-        proven: frozenset[str] = frozenset(),
-    ) -> None:
-        self.refused = tuple(refused or ())
-        self.output = output
-        self.adapter = adapter
-        self.layers = layers
-        self.proven = proven
-        self._by_name: dict[str, Site] = {}
-        for site in found:
-            if site.name in self._by_name:
-                raise ModelError(f"the adapter {adapter!r} names two sites {site.name!r}; site names must be unique")
-            self._by_name[site.name] = site
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._by_name.values())
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-    def __getitem__(self, name: str) -> Site:
-        return self._by_name[name]
-
-    def refusing(self, sites: Iterable[Site], reason: str) -> Sites:
-        """Without these sites, which are refused for this reason."""
-        lost = {site.name: Refusal(site.name, site.kind, reason) for site in sites}
-        kept = [site for site in self if site.name not in lost]
-        refused = [*self.refused, *lost.values()]
-        return Sites(kept, refused, self.adapter, self.output, self.layers, self.proven - set(lost))
-
-    def get(self, name: str) -> Site | None:
-        return self._by_name.get(name)
-
-    @property
-    def mlp(self) -> list[MLPSite]:
-        return [site for site in self if isinstance(site, MLPSite)]
-
-    @property
-    def attention(self) -> list[AttentionSite]:
-        return [site for site in self if isinstance(site, AttentionSite)]
-
-    @property
-    def values(self) -> list[ValueSite]:
-        return [site for site in self if isinstance(site, ValueSite)]
-
-    def coverage(self) -> dict[str, float]:
-        """The shares of the model's parameters in layers that are pruned, refused, and outside of both."""
-        total = sum(layer.params for layer in self.layers) or 1
-        return {
-            state: sum(layer.params for layer in self.layers if layer.state == state) / total
-            for state in ("pruned", "refused", "outside")
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "adapter": self.adapter,
-            "coverage": self.coverage(),
-            "sites": [
-                {"name": s.name, "kind": s.kind, "width": s.width, "heads": getattr(s, "heads", None)} for s in self
-            ],
-            "refused": [{"name": r.name, "kind": r.kind, "reason": r.reason} for r in self.refused],
-        }
-
-    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-        """One row per site, those that cannot be pruned last."""
-        rows: list[tuple[str, ...]] = []
-        for site in self:
-            heads = f"{count} heads x " if (count := heads_of(site)) else ""
-            rows.append((site.name, site.kind, f"{heads}{site.width}"))
-        rows += [(r.name, r.kind, f"cannot be pruned: {r.reason}") for r in self.refused]
-        return f"{len(self)} sites ({self.adapter})", ("site", "kind", "width"), rows
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
-    return fingerprint_of(model.named_parameters())
-
-
-def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """The fingerprint of a model with these parameters, in their order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in parameters:
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        if parameter.device.type != "meta":
-            try:
-                raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                digest.update(raw.numpy().data)
-            except (RuntimeError, TypeError) as error:
-                raise ModelError(
-                    f"the weight {name} cannot be read here ({error}); gather a sharded model (FSDP), or load it "
-                    "without quantisation, before pruning"
-                ) from error
-    return digest.hexdigest()
-
-
 @contextmanager
 def at_site(site: Site) -> Iterator[None]:
     """The core states the fact, this border adds where: once, for every error that comes through."""
@@ -396,55 +259,3 @@ def at_site(site: Site) -> Iterator[None]:
     except CorpError as error:
         error.args = (f"{site.name} ({site.kind}, width {site.width}): {error}",)
         raise
-
-
-class Projection(NamedTuple):
-    """Weight (out, in) and bias (out,) of a linear map."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def site_devices(model: nn.Module, sites: Sites) -> dict[str, torch.device]:
-    """The device of every site's weights, by the names that its statistics have."""
-    found: dict[str, torch.device] = {}
-    for site in sites:
-        if isinstance(site, AttentionSite):
-            found[site.name] = found[site.plain_name] = rows_of(model, site.q).weight.device
-        else:
-            found[site.name] = projection_at(model, site.down).weight.device
-    if sites.output is not None:
-        found[sites.output.name] = projection_at(model, sites.output.name).weight.device
-    return found
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def projection_at(model: nn.Module, name: str) -> Projection:
-    """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
-    return projection_of(model.get_submodule(name))
-
-
-def projection_of(module: Any) -> Projection:
-    weight = module.weight.detach()
-    bias = None if module.bias is None else module.bias.detach()
-    return Projection(weight.mT if is_transposed(module) else weight, bias)
-
-
-def rows_of(model: nn.Module, rows: Rows) -> Projection:
-    """The part of a linear map that `rows` points at."""
-    return _cut(_at(model.get_submodule(rows.module), rows), rows)
-
-
-def _at(module: nn.Module, rows: Rows) -> Projection:
-    if rows.weight == "weight":
-        return projection_of(module)
-    bias = getattr(module, rows.bias)  # bare parameters of nn.MultiheadAttention
-    return Projection(getattr(module, rows.weight).detach(), None if bias is None else bias.detach())
-
-
-def _cut(whole: Projection, rows: Rows) -> Projection:
-    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])

@@ -5,63 +5,47 @@ A field's name, type, default, help and panel stand at the field and nowhere els
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any
 
 from corp.errors import RecipeError
+from corp.recipe.checks import (
+    Wanted,
+    checked_sparsity,
+    checked_target,
+    globs_of,
+    non_negative,
+    overrides_of,
+    require_auto_or_flag,
+    require_one_of,
+    tokens_of,
+)
+from corp.recipe.choices import (
+    ALLOCATIONS,
+    AUTO,
+    BASES,
+    BUDGET,
+    COMPENSATIONS,
+    FREE,
+    GAIN,
+    HOW,
+    KINDS,
+    PRESETS,
+    RANKINGS,
+    REMOVE,
+    RIDGE,
+    ROTARY,
+    SUBSPACE,
+    TARGETS,
+    UNIFORM,
+)
+from corp.recipe.rounding import check_rounding, multiple_for, nearest
 from corp.tables import Tabular
 
-Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or the range from which a target may choose it
-
-RANKINGS = ("exact", "combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation")
-COMPENSATIONS = ("full", "mean", "none")
-KINDS = ("mlp", "attn", "vo")  # the kinds of sites; each is a sparsity field of the recipe
-TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what a sweep prunes at once
-RIDGE = 1e-3
-COORDINATES, SUBSPACE = "coordinates", "subspace"
-BASES = (SUBSPACE, COORDINATES)
-ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
-UNIFORM, GAIN = "uniform", "gain"
-ALLOCATIONS = (GAIN, UNIFORM)
-FREE, SHARED = "free", "shared"
-ROTARY = (FREE, SHARED)
-AUTO = "auto"
-FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
-BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
-NAMED_MULTIPLES = ("auto", "fast", "gguf")
-EVEN = 8  # what round_to="auto" rounds to, at widths from these on: below, rounding would cost more than it gains
-EVEN_FROM = {"mlp": 512, "head": 64}
-# Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
-_PAPER: dict[str, Any] = {
-    "rank": "combined",
-    "attn_basis": COORDINATES,
-    "allocate": UNIFORM,
-    "sequential": False,
-    "round_to": 1,
-    "output": 0.0,
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "best": {},
-    "paper": _PAPER,
-    "magnitude": {**_PAPER, "rank": "magnitude", "compensate": "none"},
-    "wanda": {**_PAPER, "rank": "wanda", "compensate": "none"},  # E[x²]^½·‖W‖, structured
-    "vbp": {**_PAPER, "rank": "variance", "compensate": "mean"},  # variance ranking, mean shift into the bias
-    "flap": {**_PAPER, "rank": "fluctuation", "compensate": "mean"},  # fluctuation score, bias compensation
-    "grail": {**_PAPER, "rank": "wanda", "intercept": False},  # uncentred Gram ridge on the second linear
-}
-TARGETS = {
-    "target_macs": "a share of the dense model's",
-    "target_params": "a share of the dense model's",
-    "target_latency": "a share of the dense model's",
-    "min_agreement": "a share of the dense model's answers",
-}  # what widths can be chosen to meet; one at most
 _UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
 _REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}
-REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`
 
 
 def _option(default: Any, panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -93,9 +77,7 @@ class Recipe(Tabular):
         None, BUDGET, "Instead of shares: take at most this share of the dense model's time per sample, measured here."
     )
     min_agreement: float | None = _option(
-        None,
-        BUDGET,
-        "Prune as far as this agreement with the dense model on held-out data allows.",
+        None, BUDGET, "Prune as far as this agreement with the dense model on held-out data allows."
     )
     allocate: str = _option(
         GAIN,
@@ -177,30 +159,28 @@ class Recipe(Tabular):
     @classmethod
     def preset(cls, name: str, **settings: Any) -> Recipe:
         """Return a recipe with the settings of a preset where `settings` does not say otherwise."""
-        _one_of("preset", name, tuple(PRESETS))
+        require_one_of("preset", name, tuple(PRESETS))
         return cls(**{**PRESETS[name], **settings})
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the dataclass is frozen; values are stored in one plain form
         for kind in KINDS:
-            put(self, kind, _sparsity(kind, getattr(self, kind)))
+            put(self, kind, checked_sparsity(kind, getattr(self, kind)))
         if self.output is not None:
-            put(self, "output", _sparsity("output", self.output))
+            put(self, "output", checked_sparsity("output", self.output))
         self._check_targets()
         for name in ("rank", "compensate", "vo_basis", "attn_basis", "allocate", "rotary"):
-            _one_of(name, getattr(self, name), _choices(name))
+            require_one_of(name, getattr(self, name), _choices(name))
         for name in ("intercept", "sequential"):
-            value = getattr(self, name)
-            if value != AUTO and not isinstance(value, bool):
-                raise RecipeError(f"{name}={value!r} is not one of 'auto', True, False")
+            require_auto_or_flag(name, getattr(self, name))
         if self.compensate == "mean" and self.intercept is False:
             raise RecipeError("compensate='mean' corrects the bias, so it cannot go with intercept=False")
-        put(self, "ridge", _non_negative("ridge", self.ridge))
+        put(self, "ridge", non_negative("ridge", self.ridge))
         self._check_sequential()
-        self._check_tokens()
-        _check_rounding(self.round_to)
-        put(self, "skip", _globs(self.skip))
-        put(self, "overrides", _overrides(self.overrides, ranges=self.has_target))
+        put(self, "tokens", tokens_of(self.tokens, has_target=self.has_target, params=self.target_params is not None))
+        check_rounding(self.round_to)
+        put(self, "skip", globs_of(self.skip))
+        put(self, "overrides", overrides_of(self.overrides, ranges=self.has_target))
         if not isinstance(self.equal_heads, bool):
             raise RecipeError(f"equal_heads={self.equal_heads!r} is not True or False")
         if self.equal_heads and self.vo not in (0.0, self.attn):
@@ -211,12 +191,8 @@ class Recipe(Tabular):
 
     def _check_targets(self) -> None:
         for name, what in TARGETS.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
-                raise RecipeError(f"{name}={value!r} must be {what}, 0 < {name} <= 1")
-            object.__setattr__(self, name, float(value))
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked_target(name, value, what))
         if len(several := [name for name in TARGETS if getattr(self, name) is not None]) > 1:
             raise RecipeError(f"give {' or '.join(several)}, not both")
         if self.has_target and (given := [kind for kind in KINDS if getattr(self, kind)]):
@@ -230,31 +206,10 @@ class Recipe(Tabular):
                 f"sequential=True refits compensated layers, so it cannot go with compensate={self.compensate!r}"
             )
         samples = self.sequential_samples
-        if samples is None:
-            return
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
-        if not self.refits:
+        if samples is not None and not self.refits:
             raise RecipeError("sequential_samples is used by the refit only: it cannot go with sequential=False")
-
-    def _check_tokens(self) -> None:
-        if self.tokens is None:
-            return
-        if self.tokens == AUTO:
-            if self.target_params is not None:
-                raise RecipeError(
-                    "tokens='auto' cannot go with target_params: merging saves operations and time, and no parameters"
-                )
-            if not self.has_target:
-                raise RecipeError(
-                    "tokens='auto' chooses tokens within target_macs, target_latency or min_agreement; give one of "
-                    "them, or a list of numbers"
-                )
-            return
-        given = self.tokens
-        if not isinstance(given, list | tuple) or any(isinstance(r, bool) or not isinstance(r, int) for r in given):
-            raise RecipeError(f"tokens={given!r} is not 'auto' or a list with the tokens to merge in every block")
-        object.__setattr__(self, "tokens", tuple(given))
 
     @property
     def refits(self) -> bool:
@@ -279,7 +234,7 @@ class Recipe(Tabular):
     def sparsity(self, kind: str, name: str) -> float:
         """The share that is to be removed at the site `name` of this kind."""
         wanted: float = self.attn if kind == "vo" and self.equal_heads else getattr(self, kind)
-        return _nearest(wanted, self.limits(kind, name))
+        return nearest(wanted, self.limits(kind, name))
 
     def limits(self, kind: str, name: str) -> tuple[float, float]:
         """The least and the most that the site may lose; they are equal where an override gives a number."""
@@ -293,7 +248,7 @@ class Recipe(Tabular):
         """The recipe with these shares instead of its target; a range becomes the number in it nearest to them."""
         overrides = {
             glob: {
-                kind: _nearest(shares.get(kind, getattr(self, kind)), wanted) if isinstance(wanted, tuple) else wanted
+                kind: nearest(shares.get(kind, getattr(self, kind)), wanted) if isinstance(wanted, tuple) else wanted
                 for kind, wanted in changes.items()
             }
             for glob, changes in self.overrides.items()
@@ -316,15 +271,7 @@ class Recipe(Tabular):
 
     def multiple(self, kind: str, width: int) -> int:
         """Kept widths at sites of this kind, `width` wide in the dense model, are rounded up to a multiple of this."""
-        if isinstance(self.round_to, int):
-            return self.round_to
-        if self.round_to == "gguf":
-            multiples: Mapping[str, int] = {"mlp": SUPERBLOCK if width >= 16 * SUPERBLOCK else BLOCK}
-        elif self.round_to == AUTO:
-            multiples = {key: EVEN for key, least in EVEN_FROM.items() if width >= least}
-        else:
-            multiples = FAST if isinstance(self.round_to, str) else self.round_to
-        return multiples.get(ROUNDING_KEYS[kind], 1)
+        return multiple_for(self.round_to, kind, width)
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, str]]]:
         """What differs from the defaults."""
@@ -357,79 +304,6 @@ def preset_of(recipe: Recipe) -> str:
     return "custom"
 
 
-def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
-    """ceil((1 - s) d) in exact arithmetic (floats give 57 for 0.3 * 80 removed), rounded up to `multiple`.
-
-    With this rule all parameter counts of the paper's efficiency table come out exactly.
-    """
-    exact = max(1, math.ceil(round((1 - sparsity) * width, 9)))
-    return min(width, -(-exact // multiple) * multiple)
-
-
 def _choices(name: str) -> tuple[str, ...]:
     found: tuple[str, ...] = next(f.metadata["choices"] for f in fields(Recipe) if f.name == name)
     return found
-
-
-def _sparsity(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
-        raise RecipeError(f"{name}={value!r} is not a sparsity: give the share to remove, 0 <= {name} < 1")
-    return float(value)
-
-
-def _non_negative(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-        raise RecipeError(f"{name}={value!r} must be a finite number >= 0")
-    return float(value)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
-def _check_rounding(value: object) -> None:
-    if value in NAMED_MULTIPLES:
-        return
-    known = sorted(set(ROUNDING_KEYS.values()))
-    if isinstance(value, Mapping) and (unknown := sorted(str(key) for key in value if key not in known)):
-        raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
-    for multiple in value.values() if isinstance(value, Mapping) else [value]:
-        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'auto', 'fast', 'gguf')")
-
-
-def _globs(value: object) -> tuple[str, ...]:
-    globs = (value,) if isinstance(value, str) else value
-    if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(g, str) and g for g in globs):
-        raise RecipeError(f"skip={value!r} must be a glob or a list of globs over site names, such as 'blocks.0.*'")
-    return tuple(sorted(globs)) if isinstance(globs, set | frozenset) else tuple(globs)
-
-
-def _overrides(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]:
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"overrides={value!r} must look like {{'blocks.0.*': {{'mlp': 0.2}}}}")
-    checked: dict[str, dict[str, Wanted]] = {}
-    for glob, changes in value.items():
-        if not isinstance(glob, str) or not isinstance(changes, Mapping) or not changes:
-            raise RecipeError(f"overrides[{glob!r}]={changes!r} must look like {{'mlp': 0.2, 'attn': 0.1}}")
-        unknown = sorted(str(key) for key in changes if key not in KINDS)
-        if unknown:
-            raise RecipeError(f"overrides[{glob!r}]: unknown key(s) {', '.join(unknown)}; it takes {', '.join(KINDS)}")
-        checked[glob] = {str(kind): _wanted(f"overrides[{glob!r}][{kind!r}]", s) for kind, s in changes.items()}
-        if not ranges and any(isinstance(wanted, tuple) for wanted in checked[glob].values()):
-            raise RecipeError(f"overrides[{glob!r}]: a range leaves a choice, which only a target makes; give a number")
-    return checked
-
-
-def _wanted(name: str, value: object) -> Wanted:
-    if not isinstance(value, list | tuple):
-        return _sparsity(name, value)
-    if len(value) != 2 or (low := _sparsity(name, value[0])) > (high := _sparsity(name, value[1])):
-        raise RecipeError(f"{name}={value!r} is not a range of sparsities: give (least, most), such as (0.0, 0.3)")
-    return low, high
-
-
-def _nearest(value: float, limits: tuple[float, float]) -> float:
-    low, high = limits
-    return min(max(value, low), high)

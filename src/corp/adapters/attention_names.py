@@ -1,0 +1,107 @@
+"""Attentions found by what their linear layers are called, in any library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from corp.adapters.linears import is_linear
+
+_AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_|projection_|project_|att_proj_)?{}"
+_AFFIX += r"(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
+_PARTS = {
+    letters: re.compile(_AFFIX.format(f"(?:{words})"), re.IGNORECASE)
+    for letters, words in {
+        "q": "q|query|queries|query_states",
+        "k": "k|key|keys",
+        "v": "v|value|values",
+        "qkv": "qkv|query_key_value|attn_qkv|queries_keys_values",
+        "kv": "kv|key_value|keys_values",
+        "qk": "qk|query_key",
+    }.items()
+}
+_PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape says so
+OUTPUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|linear_out|to_out|output|fc_o|proj_out|"
+                  r"projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
+                  r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
+_BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
+CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An attention module's linear layers: (path below it, letters it makes) and its output projection's full name."""
+
+    name: str
+    makers: tuple[tuple[str, str], ...]
+    down: str | None
+
+    def full(self, path: str) -> str:
+        return f"{self.name}.{path}" if self.name else path
+
+
+def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
+    """Modules that make queries, keys and values, each once, of layers that no other site has taken."""
+    for name, module in model.named_modules():
+        parts = _parts(model, name, module)
+        if parts is not None and not taken & {parts.full(path) for path, _ in parts.makers}:
+            yield parts
+
+
+def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
+    near = {path: child for path, child in module.named_modules() if is_linear(child) and _near(path)}
+    makers = [(path, letters) for path, child in near.items() if (letters := letters_of(path))]
+    if sorted("".join(letters for _, letters in makers)) != ["k", "q", "v"]:
+        return None
+    if len(makers) == 1 and _PACKED.match(makers[0][0]) and number_of(module, HEADS, own=True) is None:
+        return None  # `in_proj` and `attn` are names of other things too
+    inside = [path for path in near if OUTPUT.match(path) and path not in dict(makers)]
+    if inside:
+        down: str | None = f"{name}.{inside[0]}" if name else inside[0]
+    else:
+        down = _beside(model, name)
+    return Parts(name, tuple(makers), down)
+
+
+def _near(path: str) -> bool:
+    """A child, or the only layer of a wrapper around it (to_out.0, output.dense)."""
+    return path.count(".") == 0 or (path.count(".") == 1 and path.endswith((".0", ".dense", ".proj", ".linear")))
+
+
+def letters_of(path: str) -> str:
+    """What comes out of a layer of this name: some of q, k and v in order, or nothing that is known."""
+    for letters, pattern in _PARTS.items():
+        if pattern.match(path):
+            return letters
+    return "qkv" if _PACKED.match(path) else ""
+
+
+def _beside(model: nn.Module, name: str) -> str | None:
+    """The output projection of an attention that does not hold it (BERT: attention.self, attention.output.dense)."""
+    parent = name.rpartition(".")[0]
+    for path in _BESIDE:
+        full = f"{parent}.{path}" if parent else path
+        try:
+            found = model.get_submodule(full)
+        except AttributeError:
+            continue
+        if is_linear(found):
+            return full
+    return None
+
+
+def number_of(
+    module: Any, names: tuple[str, ...], fits: Callable[[int], bool] = bool, *, own: bool = False
+) -> int | None:
+    """The first whole number under one of these names, in the module or (unless `own`) its config, that fits."""
+    for owner in (module, None if own else getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0 and fits(value):
+                return value
+    return None

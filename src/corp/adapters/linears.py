@@ -1,0 +1,58 @@
+"""Linear layers of any model: which there are, how wide they are, and whether they can be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.calibration.hooks import NUMBERED
+from corp.calibration.threads import has_hooks
+from corp.sites import is_transposed, projection_of
+from corp.surgery.linear import why_not_linear
+from corp.surgery.padded import GatherLinear, ScatterLinear
+
+
+def is_linear(module: object) -> bool:
+    """Whether a module is a linear layer, plain or not."""
+    return isinstance(module, nn.Linear) or is_transposed(module)  # type: ignore[arg-type]
+
+
+def linears(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer by name, in the order of registration."""
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def in_block(name: str) -> bool:
+    """Whether a layer is inside a numbered (repeated) block."""
+    return any(NUMBERED.fullmatch(part) for part in name.split(".")[:-1])
+
+
+def not_linear(module: Any) -> str | None:
+    """Why a layer cannot be cut; a library's own subclass of nn.Linear can if it computes what nn.Linear would."""
+    problem = why_not_linear(module)
+    if problem and type(module).__module__.startswith(("transformers.", "timm.")) and _acts_linear(module):
+        return None
+    return problem
+
+
+def _acts_linear(module: Any) -> bool:
+    if not isinstance(module, nn.Linear) or has_hooks(module):
+        return False
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if not names <= {"weight", "bias"} or isinstance(module, ScatterLinear | GatherLinear):
+        return False
+    if module.weight.is_meta:
+        return True
+    x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(module.weight)
+    with torch.no_grad():
+        return torch.allclose(module(x), nn.functional.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
+
+
+def out_features(module: Any) -> int:
+    return len(projection_of(module).weight)
+
+
+def in_features(module: Any) -> int:
+    return projection_of(module).weight.shape[1]

@@ -1,0 +1,50 @@
+"""How to calibrate: how many tokens, how much memory, where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from corp.calibration.offload import PLACES
+from corp.errors import StatisticsError
+
+# What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
+ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to calibrate.
+
+    tokens               "auto" (enough for a stable fit), "all", or how many of every sample's
+    memory               bytes for the sums; None: what is free, with a margin
+    checkpoint_seconds   between checkpoints of a run with an output folder
+    fresh                start over instead of continuing a killed run
+    offload, device      keep the weights on "cpu" or "disk" while layers compute on this device
+    causal               count only logits that a causal mask lets through (in blocks); False counts all, as the paper
+    """
+
+    tokens: str | int = "auto"
+    memory: int | None = None
+    checkpoint_seconds: float = 120.0
+    fresh: bool = False
+    offload: str | None = None
+    device: str = "cpu"
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tokens not in ("auto", "all") and (not isinstance(self.tokens, int) or self.tokens < 1):
+            raise StatisticsError(f"tokens={self.tokens!r} is not 'auto', 'all' or a number of tokens per sample")
+        if self.offload not in (None, *PLACES):
+            raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
+
+    def tokens_of(self, width: int, samples: int | None) -> int:
+        """Tokens per sample where `width` channels are modelled; 0 takes all."""
+        if isinstance(self.tokens, int):
+            return self.tokens
+        return 0 if self.tokens == "all" else enough_tokens(width, samples)
+
+
+def enough_tokens(width: int, samples: int | None) -> int:
+    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0 takes all."""
+    return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0

@@ -1,0 +1,55 @@
+"""How many dimensions a sparsity keeps, and the multiples that they are rounded up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from corp.errors import RecipeError
+from corp.recipe.choices import AUTO
+
+ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
+FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
+BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
+NAMED_MULTIPLES = ("auto", "fast", "gguf")
+EVEN = 8  # what round_to="auto" rounds to, at widths from these on: below, rounding would cost more than it gains
+EVEN_FROM = {"mlp": 512, "head": 64}
+
+
+def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
+    """ceil((1 - s) d) in exact arithmetic (floats give 57 for 0.3 * 80 removed), rounded up to `multiple`.
+
+    With this rule all parameter counts of the paper's efficiency table come out exactly.
+    """
+    exact = max(1, math.ceil(round((1 - sparsity) * width, 9)))
+    return min(width, -(-exact // multiple) * multiple)
+
+
+def multiple_for(round_to: int | str | Mapping[str, int], kind: str, width: int) -> int:
+    """What kept widths at sites of this kind, `width` wide in the dense model, are rounded up to a multiple of."""
+    if isinstance(round_to, int):
+        return round_to
+    if round_to == "gguf":
+        multiples: Mapping[str, int] = {"mlp": SUPERBLOCK if width >= 16 * SUPERBLOCK else BLOCK}
+    elif round_to == AUTO:
+        multiples = {key: EVEN for key, least in EVEN_FROM.items() if width >= least}
+    else:
+        multiples = FAST if isinstance(round_to, str) else round_to
+    return multiples.get(ROUNDING_KEYS[kind], 1)
+
+
+def check_rounding(value: object) -> None:
+    if value in NAMED_MULTIPLES:
+        return
+    known = sorted(set(ROUNDING_KEYS.values()))
+    if isinstance(value, Mapping) and (unknown := sorted(str(key) for key in value if key not in known)):
+        raise RecipeError(f"round_to: unknown key(s) {', '.join(unknown)}; it takes {', '.join(known)}")
+    for multiple in value.values() if isinstance(value, Mapping) else [value]:
+        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+            raise RecipeError(f"round_to: {multiple!r} is not a whole number >= 1 (or 'auto', 'fast', 'gguf')")
+
+
+def nearest(value: float, limits: tuple[float, float]) -> float:
+    """The number within the limits that is nearest to `value`."""
+    low, high = limits
+    return min(max(value, low), high)

@@ -1,0 +1,88 @@
+"""Reading the weights that sites point at."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from corp.errors import ModelError
+from corp.sites.found import Sites
+from corp.sites.kinds import AttentionSite, Rows
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    return fingerprint_of(model.named_parameters())
+
+
+def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """The fingerprint of a model with these parameters, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in parameters:
+        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        if parameter.device.type != "meta":
+            try:
+                raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(raw.numpy().data)
+            except (RuntimeError, TypeError) as error:
+                raise ModelError(
+                    f"the weight {name} cannot be read here ({error}); gather a sharded model (FSDP), or load it "
+                    "without quantisation, before pruning"
+                ) from error
+    return digest.hexdigest()
+
+
+class Projection(NamedTuple):
+    """Weight (out, in) and bias (out,) of a linear map."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def site_devices(model: nn.Module, sites: Sites) -> dict[str, torch.device]:
+    """The device of every site's weights, by the names that its statistics have."""
+    found: dict[str, torch.device] = {}
+    for site in sites:
+        if isinstance(site, AttentionSite):
+            found[site.name] = found[site.plain_name] = rows_of(model, site.q).weight.device
+        else:
+            found[site.name] = projection_at(model, site.down).weight.device
+    if sites.output is not None:
+        found[sites.output.name] = projection_at(model, sites.output.name).weight.device
+    return found
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def projection_at(model: nn.Module, name: str) -> Projection:
+    """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
+    return projection_of(model.get_submodule(name))
+
+
+def projection_of(module: Any) -> Projection:
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    return Projection(weight.mT if is_transposed(module) else weight, bias)
+
+
+def rows_of(model: nn.Module, rows: Rows) -> Projection:
+    """The part of a linear map that `rows` points at."""
+    return _cut(_at(model.get_submodule(rows.module), rows), rows)
+
+
+def _at(module: nn.Module, rows: Rows) -> Projection:
+    if rows.weight == "weight":
+        return projection_of(module)
+    bias = getattr(module, rows.bias)  # bare parameters of nn.MultiheadAttention
+    return Projection(getattr(module, rows.weight).detach(), None if bias is None else bias.detach())
+
+
+def _cut(whole: Projection, rows: Rows) -> Projection:
+    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])
