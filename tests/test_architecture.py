@@ -158,6 +158,7 @@ def test_the_test_of_tests_can_fail() -> None:
 def test_public_names() -> None:
     assert sorted(corp.__all__) == [
         "CorpError", "Observer", "Plan", "Recipe", "Result", "Settings", "Statistics", "__version__", "apply",
-        "calibrate", "find_sites", "load", "measure_shift", "plan", "prune", "register_adapter", "repair", "save",
+        "calibrate", "find_sites", "load", "measure_shift", "plan", "prune", "prune_streamed",
+        "register_adapter", "repair", "save",
     ]  # fmt: skip
     assert all(hasattr(corp, name) for name in corp.__all__)

@@ -20,7 +20,7 @@ WIDE = 6  # hidden states of the MLP's width that a block holds of one batch whi
 
 
 class Need(NamedTuple):
-    """Bytes beside what the process held before: embeddings and head; one block; its sums and fits; streams; a batch."""
+    """Bytes beside what the process held before: embeddings and head, a block, its sums and fits, streams, a batch."""
 
     resident: int
     block: int

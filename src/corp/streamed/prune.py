@@ -16,8 +16,8 @@ from corp.allocation.allocator import Allocation, Allocator
 from corp.calibration import workers
 from corp.calibration.batches import Forward, count_samples, feed, first_batch, first_samples, without_cache
 from corp.calibration.checkpoint import prepare_folder
-from corp.calibration.job import Settings
 from corp.calibration.memory import human
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, ModelError, PlanError
 from corp.files import lock_folder, new_folder, refuse_existing
@@ -107,6 +107,14 @@ def prune_opened(
     shutil.rmtree(partial, ignore_errors=True)
     observer.finished(result.report.gained())
     return result.report
+
+
+def estimate_opened(opened: Opened, batches: Iterable[Any], recipe: Recipe, settings: Settings | None = None) -> Need:
+    """What prune_opened would hold at the most."""
+    require_streamable(recipe, batches)
+    with without_cache(opened.model):
+        nowhere = Store(Path())
+        return need_of(_prepared(opened, batches, recipe, None, settings or Settings(), {}, nowhere, SILENT))
 
 
 def need_of(walk: Walk) -> Need:

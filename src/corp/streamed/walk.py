@@ -15,7 +15,7 @@ from corp.allocation.curves import Curve, site_curves
 from corp.calibration.batches import Forward, count_samples, enumerate_batches, feed, size_of
 from corp.calibration.holdout import HoldOut
 from corp.calibration.hooks import Collector, block_of
-from corp.calibration.job import Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.numerics.place import Place
 from corp.observer import SILENT, Observer
