@@ -18,13 +18,16 @@ import corp
 from corp import Recipe, Settings
 from corp.adapters import hf_models, timm_models
 from corp.adapters.shell import placeholder, without_weights
+from corp.cli.console import in_flags
 from corp.errors import DataError, ModelError, PlanError, StorageError
+from corp.measure.estimate import Estimate, Stage
 from corp.measure.footprint import weight_bytes
 from corp.storage.folder import WEIGHTS
 from corp.streamed import prune as streamed
 from corp.streamed.opening import open_folder
 from corp.streamed.walk import Walk
-from tests.helpers import models, rotary_models
+from tests.helpers import hf_folders, models, rotary_models
+from tests.helpers.command import content, failure
 from tests.helpers.seeds import seed_all, seeded
 
 HALF: dict[str, Any] = {"mlp": 0.5, "attn": 0.5, "vo": 0.5}
@@ -239,3 +242,25 @@ def test_a_shell_takes_no_memory_and_shows_what_is_missing(tmp_path: Path) -> No
     assert layer.weight.is_meta
     assert not nn.Linear(2, 3).weight.is_meta
     assert placeholder(layer.weight, torch.bfloat16).untyped_storage().nbytes() == 2
+
+
+def test_the_estimate_says_when_this_is_the_way() -> None:
+    made = Estimate("pruning", (Stage("calibrating", 1.0, 3 * 2**30),), base=2**30, free=2 * 2**30)
+    assert made.advice() == ["that is more than the 3.0GB there are; corp.prune_streamed holds one block at a time"]
+    assert in_flags(made.advice()[0]).endswith("--stream holds one block at a time")
+    assert replace(made, free=3 * 2**30).advice() == []
+
+
+def test_the_command_streams(tmp_path: Path) -> None:
+    folder, out = hf_folders.opt(tmp_path / "opt"), tmp_path / "small"
+    (tmp_path / "texts.txt").write_text("the cat sat on the mat . then it ran under a big tree .\n" * 40)
+    given = ["prune", f"hf:{folder}", "--calib", tmp_path / "texts.txt", "--preset", "paper", "--mlp", 0.5]
+    given += ["--seq-len", 8, "--batch-size", 4, "--stream"]
+    assert content(*given, "--dry-run", "--json")["memory"] > 0
+    report = content(*given, "-o", out, "--json")
+    assert report["params"]["after"] < report["params"]["before"]
+    assert (out / "tokenizer.json").is_file()
+    assert corp.load(out).config.ffn_dim == 32
+    assert "--eval-data cannot go with it" in failure(
+        *given, "-o", tmp_path / "b", "--eval-data", tmp_path / "texts.txt"
+    )

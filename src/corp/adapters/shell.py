@@ -19,12 +19,12 @@ def without_weights() -> Iterator[None]:
     """Inside, models are built with parameters on the meta device; their buffers are computed as ever."""
     register: Any = nn.Module.register_parameter
 
-    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is shared was replaced before
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-        register(module, name, parameter)
+    def register_empty(module: Any, name: str, param: Any) -> None:
+        if param is not None and not param.is_meta:  # one that is shared was replaced before
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        register(module, name, param)
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
