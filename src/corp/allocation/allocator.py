@@ -53,14 +53,18 @@ class Allocator:
         recipe: Recipe,
         observer: Observer = SILENT,
         sample: Sample | None = None,
+        curves: Mapping[str, Curve] | None = None,
     ) -> None:
         self.model, self.stats, self.recipe, self.observer = model, stats, recipe, observer
         self.sites = with_floors(sites, stats, recipe)
         self.given = sample  # to count on, where statistics do not say what the model takes
         self._counted: dict[str, Budget] = {}
+        self._known = curves  # if they were made before, one block at a time
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
+        if self._known is not None:
+            return dict(self._known)
         return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
 
     @cached_property

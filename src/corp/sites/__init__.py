@@ -23,6 +23,7 @@ from corp.sites.kinds import (
 from corp.sites.weights import (
     Projection,
     fingerprint,
+    fingerprint_of,
     gains_of,
     is_transposed,
     projection_at,
@@ -49,6 +50,7 @@ __all__ = [
     "ValueSite",
     "at_site",
     "fingerprint",
+    "fingerprint_of",
     "gains_of",
     "heads_of",
     "is_transposed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,13 @@ from corp.sites.kinds import AttentionSite, QKNorm, Rows
 
 def fingerprint(model: nn.Module) -> str:
     """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    return fingerprint_of(model.named_parameters())
+
+
+def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """The fingerprint of a model with these parameters, in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         if parameter.device.type != "meta":
             try:
