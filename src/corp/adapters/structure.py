@@ -18,11 +18,12 @@ from corp.adapters.attention_names import CROSS, Parts
 from corp.adapters.head_layouts import head_rows
 from corp.adapters.linears import in_features, not_linear
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite
+from corp.surgery.hf_attention import NarrowAttention
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
 
 NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
-    "the length cannot"
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it for Qwen3 "
+    "and Gemma 3 only"
 )
 _ROTARY = ("rotary", "rope", "rot_emb", "position_embeddings", "freqs_c")  # in the names of what is used
 NARROWED = "it was narrowed already; prune the dense model instead"
@@ -61,7 +62,8 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
         base = AttentionSite(parts.name, rows["q"], rows["k"], heads, build, kv_heads=kv_heads, padded=True)
         qk += [replace(base, **change) for change in rotations(module, base)]
     if normed(module):
-        refused.append(Refusal(parts.name, "attn", NORMALISED))
+        reason = NARROWED if isinstance(module, NarrowAttention) else NORMALISED
+        refused.append(Refusal(parts.name, "attn", reason))
         qk = []
     if not vo:
         reason = "its output projection is not found" if not parts.down else "its output projection has another width"

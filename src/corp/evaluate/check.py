@@ -21,6 +21,7 @@ from corp.api import calibrate
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.calibration.hooks import Collector
 from corp.calibration.settings import Settings
+from corp.calibration.statistics import Statistics
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
@@ -41,6 +42,7 @@ from corp.sites import (
 )
 from corp.surgery.apply import match
 from corp.surgery.attention import Parts
+from corp.surgery.normed_check import normed_errors
 from corp.surgery.opened import opened
 from corp.surgery.self_check import Finding, errors_in, narrowed_rows
 
@@ -109,7 +111,8 @@ def check(
                         moments = stats.moments_of(site.name).total()
                         W = projection_at(dense, site.down).weight.cpu().double()
                         energy = output_energy(W, moments.mean, moments.cov())
-                finding = Finding(site.name, site.kind, expected, measured, energy, epsilon)
+                estimated = _estimated(dense, pruned, site, rows, stats, plan, site_plan)
+                finding = Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
                 checked.append(Checked(site_plan.relative_error, finding))
             if progress:
                 progress(1)
@@ -125,6 +128,21 @@ def require_equal(checked: Sequence[Checked]) -> None:
             f"{first.expected:.3%} of its output here and loses {first.measured:.3%}; the model is damaged, or "
             "something (a hook, a wrapper, another version of its library) changes what its modules compute"
         )
+
+
+def _estimated(
+    dense: nn.Module,
+    pruned: nn.Module,
+    site: Site,
+    rows: dict[str, Rows] | None,
+    stats: Statistics,
+    plan: Plan,
+    site_plan: SitePlan,
+) -> float:
+    """The part of a site's expected error that sums give to first order only."""
+    if not isinstance(site, AttentionSite) or site.norm is None or rows is None:
+        return 0.0
+    return normed_errors(dense, pruned, site, rows, stats, plan, site_plan)[1]
 
 
 def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:
@@ -147,6 +165,8 @@ def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_p
         parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
         if site.rotary:
             parts["kept"] = torch.stack(site_plan.indices())
+        if site.norm is not None:
+            parts["norms"] = [pruned.get_submodule(name) for name in (site.norm.q, site.norm.k)]
         new = (
             site.build.layers(dense, parts)
             if site.padded

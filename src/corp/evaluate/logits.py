@@ -52,6 +52,7 @@ class _Watcher(Collector):
         k_mask: Tensor | None,
         causal: bool,
         angles: tuple[Tensor, Tensor] | None = None,
+        features: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
         if site.rotary and angles:

@@ -47,6 +47,8 @@ def narrowed(site: Site, sparsity: float, multiple: int = 1) -> int:
     """Rotated dimensions come in whole pairs, and rotated and others lose the same share."""
     if not isinstance(site, AttentionSite):
         return kept_width(site.width, sparsity, multiple)
+    if site.least:
+        sparsity = min(sparsity, 1 - site.least / site.width)
     plain = kept_width(site.plain_width, sparsity, multiple) if site.plain_width else 0
     rotated = 2 * kept_width(site.rotary_dims // 2, sparsity, -(-multiple // 2)) if site.rotary_dims else 0
     return rotated + plain
