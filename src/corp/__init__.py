@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from corp.steps.result import Result as Result
     from corp.storage.folder import load as load
     from corp.storage.folder import save as save
+    from corp.streamed.prune import prune_streamed as prune_streamed
 
 # Each public name and the module that it comes from. A module is imported when its name is first used, so that
 # `corp --help` does not wait for torch.
@@ -45,6 +46,7 @@ _PUBLIC = {
     "measure_shift": "evaluate.shift",
     "plan": "api",
     "prune": "api",
+    "prune_streamed": "streamed.prune",
     "register_adapter": "adapters.registry",
     "repair": "api",
     "save": "storage.folder",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import logging
 
 from corp.adapters import hub
 from corp.adapters.hf import refuse_deep
+from corp.adapters.shell import without_weights
 from corp.errors import DataError, ModelError
 from corp.files import MAX_JSON_BYTES
 from corp.measure.cost import count_params
@@ -55,6 +57,37 @@ def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = T
             return ready
         problems.append(f"{type(model).__name__} lacks {len(missing)} tensors, such as {missing[0]}")
     raise ModelError(f"the weights of {name} are not complete: {'; '.join(problems)}")
+
+
+def shells(name: str) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
+    """The model in the folder `name` without its weights, as every class it may be, and the dtype that is on record."""
+    _check_folder(name)
+    config = _load(AutoConfig, name, "config")
+    refuse_deep(config.to_dict(), name)
+    for cls in _classes(config, name):
+        with quiet(), without_weights(), no_init_weights():
+            made: Any = _from_config(cls, config)
+            made.tie_weights()
+        yield made, getattr(config, "dtype", None)
+
+
+def tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Which tensor of a checkpoint each of the model's is: transformers saves many models under older names."""
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    every = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [one for one in every if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in every if isinstance(one, loading.WeightConverter)]
+    found = {}
+    for key in sorted(keys, key=loading.dot_natural_key):
+        name, computed = loading.rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, computed = key, None
+        if computed is None:  # else several tensors make one: not what can be copied
+            found[name] = key
+    return found
 
 
 def tokenizer(name: str) -> Any:

@@ -16,6 +16,7 @@ from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
 from corp.adapters import hub, timm_names
+from corp.adapters.shell import without_weights
 from corp.errors import DataError, ModelError
 
 
@@ -68,6 +69,16 @@ def from_folder(folder: Path) -> nn.Module:
     except Exception as error:  # timm raises many kinds
         raise ModelError(f"timm cannot load {folder}: {error}") from error
     return model.eval()
+
+
+def shell(folder: Path) -> nn.Module:
+    """The model of such a folder without its weights."""
+    try:
+        with without_weights():
+            model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=False)
+    except Exception as error:  # timm raises many kinds
+        raise ModelError(f"timm cannot build {folder}: {error}") from error
+    return model
 
 
 def load_weights(model: nn.Module, path: Path, name: str = "") -> None:

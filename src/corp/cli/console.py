@@ -140,6 +140,7 @@ def in_flags(text: str) -> str:
     """The text with Python arguments, such as target_macs=0.5, spelled as options of the command line."""
     flags = {f.name: flag(f.name) for f in fields(Recipe)} | _ARGUMENTS
     text = text.replace("pass out=...", "run corp calibrate -o STATS, then give --stats STATS")
+    text = text.replace("corp.prune_streamed", "--stream")
     text = re.sub(r"\bcorp\.(prune|plan|calibrate)\b(\([^)]*\))?", r"corp \1", text)
     values = r"\[[^\]]*\]|'[^']*'|[^\s,;:)]+"
     given = rf"(?<![^\s(])({'|'.join(flags)})=({values})"

@@ -17,7 +17,7 @@ from corp.storage import folder as storage
 
 HF = "hf:"
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The dtype of the checkpoint of every model that was cast.
 _checkpoint_dtype: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 
@@ -183,11 +183,11 @@ def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
 
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     """Move the model to the device and cast it to the dtype; auto leaves it in its own."""
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(_DTYPES)}")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
     device = chosen_device(device)
     try:
         model = model.to(torch.device(device))
-        return model if dtype == "auto" else _cast(model, _DTYPES[dtype])
+        return model if dtype == "auto" else _cast(model, DTYPES[dtype])
     except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
         raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error

@@ -70,6 +70,15 @@ def prune(
     dry_run: Annotated[
         bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
     ] = False,
+    stream: Annotated[
+        bool,
+        a.option(
+            "For a model larger than memory, in a folder: one block at a time, hidden states on disk; goes on after a "
+            "kill.",
+            a.MACHINE,
+            "--stream",
+        ),
+    ] = False,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
@@ -99,6 +108,15 @@ def prune(
     if in_use and (stats is not None or deployment.deploy_data):
         raise DataError("--head and --image-size go with --calib, not with --stats or --deploy-data")
     settings = collection.settings()
+    if stream:
+        from corp.cli.streamed import prune_streamed, require_alone
+
+        require_alone({
+            "--stats": stats, "--for": program, "--eval-data": eval_data, "--deploy-data": deployment.deploy_data,
+            "--head": head, "--image-size": image_size, "--overwrite": overwrite,
+        })  # fmt: skip
+        prune_streamed(source, recipe, settings, None if dry_run else out, json=json)
+        return
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:
         inputs.require_data(source)

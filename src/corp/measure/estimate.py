@@ -77,6 +77,7 @@ class Estimate(Tabular):
     what: str
     stages: tuple[Stage, ...]
     base: int = 0  # bytes that the process holds before
+    free: int | None = None  # bytes that it may use beside those, if known
 
     @property
     def seconds(self) -> float:
@@ -96,11 +97,17 @@ class Estimate(Tabular):
     def advice(self) -> list[str]:
         """A sentence on every stage that costs far more than the pass over the data, with what avoids it."""
         data = max(COSTLY, *(s.seconds for s in self.stages if not s.avoid))
-        return [
+        return self._too_large() + [
             f"{stage.name} takes about {duration(stage.seconds)} of it; {stage.avoid}"
             for stage in self.stages
             if stage.seconds > data and stage.avoid
         ]
+
+    def _too_large(self) -> list[str]:
+        if self.free is None or self.memory - self.base <= self.free:
+            return []
+        there = human(self.base + self.free)
+        return [f"that is more than the {there} there are; corp.prune_streamed holds one block at a time"]
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
         rows = [(s.name, duration(s.seconds), human(self.base + s.memory)) for s in self.stages]

@@ -107,16 +107,12 @@ class Repair:
             if block.starts:
                 dense = [passage.starts.pop(block.name) for passage in passages]
                 pruned = list(dense)
-            dense = self._correct_block(block, passages, dense, pruned)
+            dense = self.correct_block(block, passages, dense, pruned)
             advance(1)
-        if self.few:
-            warn(
-                f"{self.few[0]} (of {len(self.few)}) was fitted sequentially on fewer tokens than twice its inputs; "
-                "give it more sequential_samples, and calibrate on more"
-            )
+        warn_of_few(self.few)
         return pruned[0]
 
-    def _correct_block(
+    def correct_block(
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
     ) -> list[Tensor]:
         """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
@@ -215,6 +211,15 @@ class Repair:
         there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
         self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
         return change
+
+
+def warn_of_few(sites: Sequence[str]) -> None:
+    """Say that these sites were refitted on too little, if there are any."""
+    if sites:
+        warn(
+            f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; "
+            "give it more sequential_samples, and calibrate on more"
+        )
 
 
 def _added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +11,18 @@ from torch import Tensor, nn
 
 from corp.errors import ModelError
 from corp.sites.found import Sites
-from corp.sites.kinds import AttentionSite, Rows
+from corp.sites.kinds import AttentionSite, QKNorm, Rows
 
 
 def fingerprint(model: nn.Module) -> str:
     """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    return fingerprint_of(model.named_parameters())
+
+
+def fingerprint_of(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """The fingerprint of a model with these parameters, in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
         if parameter.device.type != "meta":
             try:
@@ -69,6 +75,14 @@ def projection_of(module: Any) -> Projection:
 def rows_of(model: nn.Module, rows: Rows) -> Projection:
     """The part of a linear map that `rows` points at."""
     return _cut(_at(model.get_submodule(rows.module), rows), rows)
+
+
+def gains_of(model: nn.Module, norm: QKNorm) -> tuple[Tensor, Tensor]:
+    """What the norms of queries and of keys multiply every dimension of a head by, (d,) each, in float32 at least."""
+    modules: list[Any] = [model.get_submodule(name) for name in (norm.q, norm.k)]
+    weights = [module.weight.detach() for module in modules]
+    q, k = (w.to(torch.promote_types(w.dtype, torch.float32)) + norm.shift for w in weights)
+    return q, k
 
 
 def _at(module: nn.Module, rows: Rows) -> Projection:

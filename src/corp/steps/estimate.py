@@ -10,6 +10,7 @@ from torch import nn
 from corp.allocation.search import samples_needed, usual_trials
 from corp.calibration.batches import count_samples, placement
 from corp.calibration.holdout import HoldOut, batch_count
+from corp.calibration.memory import free_bytes
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.measure.cost import count_params
@@ -34,7 +35,8 @@ def estimate_run(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     load, machine = _load(dense, run, recipe, samples, stats, blocks)
     stages = estimate_stages(model, sites, recipe, load, machine)
     data = f"on {samples} samples of {max(load.tokens.values())} tokens"
-    return Estimate(f"{what} {data}", stages, resident_bytes(placement(model)[0]))
+    device = placement(model)[0]
+    return Estimate(f"{what} {data}", stages, resident_bytes(device), free_bytes(device))
 
 
 def _load(

@@ -61,7 +61,7 @@ def save(
     if not isinstance(result, Result):
         raise StorageError(f"corp.save takes the Result of prune or apply, not {type(result).__name__}")
     check_profile(profile, PROFILES)
-    sources = _sources([str(place) for place in companions], result.model, result.origin)
+    sources = places_of([str(place) for place in companions], result.model, result.origin)
     if profile != COMPACT:
         origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
         base = _base(result)
@@ -69,6 +69,14 @@ def save(
         with new_folder(Path(path), overwrite=overwrite) as folder:
             targets.write(result.model, base, folder, Path(path), chosen, sources, origin)
         return
+    manifest = compact_manifest(result, path, command)
+    with new_folder(Path(path), overwrite=overwrite) as folder:
+        write_tensors(folder / WEIGHTS, _state(result.model), metadata={"format": "pt"})
+        describe_result(result, folder, Path(path), manifest, sources)
+
+
+def compact_manifest(result: Result, path: str | Path, command: str | None) -> dict[str, Any]:
+    """What the folder of a result says of itself; warns where that does not suffice to load it."""
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -85,16 +93,19 @@ def save(
             "how to rebuild this model's dense architecture is not known, so loading it takes the dense model: "
             f"corp.load({str(path)!r}, base=model)"
         )
-    with new_folder(Path(path), overwrite=overwrite) as folder:
-        write_tensors(folder / WEIGHTS, _state(result.model), metadata={"format": "pt"})
-        _write(folder / MANIFEST, manifest)
-        _write(folder / REPORT, result.report.to_dict())
-        result.plan.save(folder / PLAN)
-        (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
-        name = Path(path).resolve().name
-        (folder / PAGE).write_text(page([Run(name, manifest, result.report)]), encoding="utf-8")
-        for library in filter(None, (library_of(adapter.name) for adapter in adapters_for(result.model))):
-            library.companions(sources, folder)
+    return manifest
+
+
+def describe_result(result: Result, folder: Path, path: Path, manifest: dict[str, Any], sources: list[str]) -> None:
+    """Write all that stands beside the weights into `folder`, which will be `path`."""
+    _write(folder / MANIFEST, manifest)
+    _write(folder / REPORT, result.report.to_dict())
+    result.plan.save(folder / PLAN)
+    (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
+    name = path.resolve().name
+    (folder / PAGE).write_text(page([Run(name, manifest, result.report)]), encoding="utf-8")
+    for library in filter(None, (library_of(adapter.name) for adapter in adapters_for(result.model))):
+        library.companions(sources, folder)
 
 
 def export(
@@ -119,7 +130,7 @@ def export(
     origin = {key: manifest.get(key) for key in ("recipe", "calibration")}
     origin["command"] = command
     model = load(folder)
-    sources = _sources([str(folder)], model, manifest.get("calibration"))
+    sources = places_of([str(folder)], model, manifest.get("calibration"))
     with new_folder(Path(out), overwrite=overwrite) as new:
         return targets.write(model, manifest["base"], new, Path(out), chosen, sources, origin, quant)
 
@@ -135,7 +146,7 @@ def exports(source: str | Path) -> dict[str, str | None]:
     return Exports(model).of(last)
 
 
-def _sources(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
+def places_of(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
     """Where tokenizer and preprocessing may be: where one is told, or where the dense model was."""
     origin = calibration.get("model") if isinstance(calibration, dict) else None
     loaded_from = getattr(getattr(model, "config", None), "name_or_path", None)

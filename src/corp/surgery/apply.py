@@ -51,13 +51,14 @@ def set_history(model: nn.Module, plans: tuple[Plan, ...]) -> None:
     _plans[model] = plans
 
 
-def narrowed_copy(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics) -> nn.Module:
-    """A smaller model that shares no memory with the dense one."""
+def narrowed_copy(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics, within: str = "") -> nn.Module:
+    """A smaller model whose module `within`, by default all of it, shares no memory with the dense one."""
     smaller = narrowed_shell(model, sites, plan, stats)
     shared = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    still = {id(tensor): tensor for tensor in chain(smaller.parameters(), smaller.buffers()) if id(tensor) in shared}
+    part = smaller.get_submodule(within)
+    still = {id(tensor): tensor for tensor in chain(part.parameters(), part.buffers()) if id(tensor) in shared}
     own = {key: copy.deepcopy(tensor) for key, tensor in still.items()}  # each once: tied ones stay tied
-    places: Any = [tensors for module in smaller.modules() for tensors in (module._parameters, module._buffers)]
+    places: Any = [tensors for module in part.modules() for tensors in (module._parameters, module._buffers)]
     for tensors in places:
         tensors.update({name: own[id(tensor)] for name, tensor in tensors.items() if id(tensor) in own})
     return smaller

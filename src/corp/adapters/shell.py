@@ -1,0 +1,57 @@
+"""Models without their weights: every module and computed buffer is there, and parameters take no memory.
+
+A placeholder has the shape and dtype of its parameter but one number in memory, which is not a number: what is computed
+with it is seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside, models are built with parameters on the meta device; their buffers are computed as ever."""
+    register: Any = nn.Module.register_parameter
+
+    def register_empty(module: Any, name: str, param: Any) -> None:
+        if param is not None and not param.is_meta:  # one that is shared was replaced before
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def placeholder(like: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
+    """A parameter in the shape of `like` that takes no memory; `dtype` goes for real numbers."""
+    kind = dtype if like.is_floating_point() else like.dtype
+    fill = float("nan") if kind.is_floating_point else 0
+    return nn.Parameter(torch.full((), fill, dtype=kind, device=device).expand(like.shape), requires_grad=False)
+
+
+def replace_parameters(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
+    """Put other parameters in the place of those with these ids; what is tied stays tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in new:
+                module._parameters[name] = new[id(parameter)]
+
+
+def emptied(model: nn.Module, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
+    """The model, changed in place: all parameters are placeholders, saved buffers have the dtype, all are there."""
+    replace_parameters(model, {id(p): placeholder(p, dtype, device) for p in model.parameters()})
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                saved = name not in module._non_persistent_buffers_set and buffer.is_floating_point()
+                module._buffers[name] = buffer.to(device, dtype if saved else buffer.dtype)
+    return model.eval()

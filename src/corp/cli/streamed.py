@@ -1,0 +1,63 @@
+"""corp prune --stream: a model in a folder, pruned with one block of it in memory."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from corp.cli.console import Console, note, show_json
+from corp.errors import DataError, ModelError
+from corp.recipe import Recipe
+
+if TYPE_CHECKING:
+    from corp.calibration.settings import Settings
+    from corp.cli.arguments import Source
+    from corp.streamed.opening import Opened
+
+
+def require_alone(given: Mapping[str, Any]) -> None:
+    """Refuse options that want the whole model, or its statistics."""
+    if odd := [flag for flag, value in given.items() if value]:
+        raise DataError(f"--stream holds one block at a time, so {odd[0]} cannot go with it; use it on the result")
+
+
+def prune_streamed(source: Source, recipe: Recipe, settings: Settings, out: Path | None, *, json: bool) -> None:
+    """Prune block by block into `out`; without it, only say how much memory that takes."""
+    from corp.cli import inputs
+    from corp.cli.models import companion_places, lacking_companions
+    from corp.cli.prune import show_report
+    from corp.streamed.prune import estimate_opened, prune_opened
+
+    inputs.require_data(source)
+    opened = _opened(source)
+    batches = inputs.batches_of(opened.model, source)
+    if out is None:
+        need = estimate_opened(opened, batches, recipe, settings)
+        show_json({**need._asdict(), "memory": need.total}) if json else note(need.line())
+        return
+    line = shlex.join(["corp", *sys.argv[1:]])
+    places = companion_places(source.model, opened.model, source.text.tokenizer)
+    origin = inputs.origin_of(source, opened.model, batches)
+    more: dict[str, Any] = {"settings": settings, "origin": origin, "observer": Console(), "command": line}
+    report = prune_opened(opened, batches, recipe, out, companions=places, **more)
+    inputs.tell_skipped(batches)
+    if lacking := lacking_companions(opened.model, out):
+        note(lacking)
+    if json:
+        show_json({"output": str(out), **report.to_dict()})
+        return
+    show_report(report)
+    note(f"saved to {out}, load it with corp.load({str(out)!r})")
+
+
+def _opened(source: Source) -> Opened:
+    from corp.cli.models import DTYPES, HF, chosen_device
+    from corp.streamed.opening import open_folder
+
+    if source.weights is not None:
+        raise ModelError("--stream reads the weights beside the config in the model's folder: leave --weights out")
+    dtype = None if source.dtype == "auto" else DTYPES[source.dtype]
+    return open_folder(source.model.removeprefix(HF), device=chosen_device(source.device), dtype=dtype)
