@@ -25,7 +25,7 @@ docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test-real: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m real --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest -q -m 'real or slow' --numprocesses auto --dist loadfile
 
 # Numbers other than those that the tests were written with, twenty times; every failure says its seed.
 SEEDS ?= $(shell seq 1 20)

@@ -22,13 +22,31 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
+from corp.adapters.examples import candidates
+from corp.calibration.batches import feed
+from corp.refit.merged import find_merging
+from corp.refit.repair import why_not
 from corp.sites import Sites
+from corp.storage.export.possible import Exports
 from corp.tables import markdown_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 SECONDS, PARAMETERS = 40, 40e6
-COLUMNS = ("family", "MLP", "Q/K", "V/O", "tried out", "of the parameters", "refused, and why")
+EXTRA_SECONDS = 20  # for refit, tokens and exports of one family together
+COLUMNS = (
+    "family",
+    "MLP",
+    "Q/K",
+    "V/O",
+    "tried out",
+    "of the parameters",
+    "refit",
+    "tokens",
+    "exports",
+    "refused, and why",
+)
 KINDS = ("mlp", "attn", "vo")
+NO_INPUT = "no input"
 NAMED: dict[int, tuple[str, ...]] = {  # sizes by the names that configs give them
     32: ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "hidden_dim", "word_embed_proj_dim", "embedding_size",
          "encoder_hidden_size", "decoder_hidden_size", "image_size"),
@@ -102,8 +120,8 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def examined(make: Callable[[], nn.Module]) -> Sites | str:
-    """The sites of a family; a reason where it cannot be built small. What has no Transformer block is no family."""
+def examined(make: Callable[[], nn.Module]) -> tuple[nn.Module, Sites] | str:
+    """A model of a family and its sites; a reason where it cannot be built small, or has no Transformer block."""
     torch.manual_seed(0)
     try:
         with at_most(SECONDS):
@@ -114,9 +132,62 @@ def examined(make: Callable[[], nn.Module]) -> Sites | str:
         return f"not built: {type(error).__name__} from its small config"
     try:
         with at_most(SECONDS):
-            return corp.find_sites(model)
+            return model, corp.find_sites(model)
     except Exception as error:
         return f"no site: {str(error)[:120]}"
+
+
+def batch_of(model: nn.Module) -> Any:
+    """The first small batch made from the model that it takes; None where there is none."""
+    for batch in candidates(model):
+        try:
+            with torch.no_grad():
+                feed(model, batch)
+        except Exception:  # made for another model
+            continue
+        return batch
+    return None
+
+
+def extras(model: nn.Module, found: Sites) -> tuple[str, str, str]:
+    """Whether the model is refitted, merges tokens, and where it can be exported to: a tick, or the reason."""
+    batch = batch_of(model)
+    some = next((kind for kind in KINDS if any(site.kind == kind for site in found)), None)
+    if some is None:
+        return "", "", ""
+    recipe = corp.Recipe(**{some: 0.5}, skip=tuple(r.name for r in found.refused if r.kind == some))  # type: ignore[arg-type]
+    if batch is None:
+        return NO_INPUT, NO_INPUT, exported(model, found, recipe)
+    return (
+        told(lambda: why_not(model, found, recipe, [batch])[1]),
+        told(lambda: find_merging(model, found, batch) and ""),
+        exported(model, found, recipe),
+    )
+
+
+def told(attempt: Callable[[], str]) -> str:
+    """A tick, or why not."""
+    try:
+        reason = attempt()
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+    return short(reason) if reason else "✓"
+
+
+def exported(model: nn.Module, found: Sites, recipe: corp.Recipe) -> str:
+    """The targets that take the model, pruned by the recipe with one width for all layers."""
+    try:
+        reasons = Exports(model, found).under(recipe)
+    except Exception as error:
+        return short(str(error) or type(error).__name__)
+    possible = [target for target, reason in reasons.items() if reason is None]
+    return f"✓ {', '.join(possible)}" if possible else short(next(iter(reasons.values())) or "")
+
+
+def short(reason: str) -> str:
+    """The first clause of a reason."""
+    first = reason.partition(";")[0].partition(". ")[0]
+    return first if len(first) <= 100 else first[:97] + "…"
 
 
 def unrecognised(found: Sites, kind: str) -> bool:
@@ -126,9 +197,15 @@ def unrecognised(found: Sites, kind: str) -> bool:
     return any(word in name for name in lost for word in words)
 
 
-def row(family: str, found: Sites | str) -> tuple[str, ...]:
-    if isinstance(found, str):
-        return family, "", "", "", "", "", found
+def row(family: str, made: tuple[nn.Module, Sites] | str) -> tuple[str, ...]:
+    if isinstance(made, str):
+        return family, *[""] * (len(COLUMNS) - 2), made
+    model, found = made
+    try:
+        with at_most(EXTRA_SECONDS):
+            more = extras(model, found)
+    except TimeoutError:
+        more = ("not tried in time",) * 3
     counts = {kind: sum(site.kind == kind for site in found) for kind in KINDS}
     refused = {kind: sum(r.kind == kind for r in found.refused) for kind in KINDS}
     cells = [
@@ -138,7 +215,7 @@ def row(family: str, found: Sites | str) -> tuple[str, ...]:
     ]  # fmt: skip
     reasons = {r.reason.partition(";")[0].partition(" (by")[0]: r.kind for r in found.refused}
     why = "; ".join(f"{kind}: {reason}" for reason, kind in list(reasons.items())[:3])
-    return family, *cells, f"{len(found.proven)} of {len(found)}", f"{found.coverage()['pruned']:.0%}", why
+    return family, *cells, f"{len(found.proven)} of {len(found)}", f"{found.coverage()['pruned']:.0%}", *more, why
 
 
 def page(rows: dict[str, list[tuple[str, ...]]], taken: dict[str, tuple[int, int]]) -> str:
@@ -151,6 +228,9 @@ def page(rows: dict[str, list[tuple[str, ...]]], taken: dict[str, tuple[int, int
         "A ✓ is a kind of site that was found, with the number of them; “tried out” counts the sites whose symmetry",
         "was tested on the model itself (see [models.md](models.md)): the others were reached by no input that could",
         "be made from the config, and are claims until a batch is given. What is refused is refused by name.",
+        "“Refit” and “tokens” say whether the model can be refitted and can merge tokens (or why not), found with the",
+        "same small input and therefore only where the whole model takes one; “exports” are the targets of",
+        "`corp export` that hold the model with half of its hidden channels in every layer.",
         "",
     ]
     lines += [
@@ -171,10 +251,11 @@ def main() -> None:
     for library, family, make in families():
         if wanted and family not in wanted:
             continue
-        found = examined(make)
-        rows.setdefault(library, []).append(row(family, found))
+        made = examined(make)
+        rows.setdefault(library, []).append(row(family, made))
         print(*rows[library][-1], sep=" | ", flush=True)
-        if isinstance(found, Sites):
+        if not isinstance(made, str):
+            found = made[1]
             for name, kind in zip(taken, KINDS, strict=True):
                 got = any(site.kind == kind for site in found)
                 taken[name][0] += got

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 # Some families of the contract stand for all of them here; graphs take a minute each.
-CHOSEN = "not graphs and (not test_adapters.py or [vit or gpt2-cross or opt-no) and (not test_hf_rotary.py or llama)"
+CHOSEN = "not graphs and (not test_adapters.py or [vit or gpt2-cross or [hf-opt) and (not test_hf_rotary.py or llama)"
 PACKAGES = {  # files that are changed, and tests that should notice
     "numerics": ("numerics", "numerics evaluate/test_evaluate.py"),
     "planning": (

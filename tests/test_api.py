@@ -254,3 +254,10 @@ def test_a_share_that_rounding_undoes_is_told() -> None:
     assert [(site.name, site.keep) for site in result.plan.sites] == [("blocks.0.mlp", 464)]  # not 461
     exact = corp.prune(model, data, Recipe(mlp=0.1, attn=0.1, sequential=False, round_to=1))
     assert [site.keep for site in exact.plan.sites] == [58, 461]
+
+
+def test_notes_are_warnings_at_the_callers_own_line() -> None:
+    batches = (batch for batch in images(3))  # an iterator cannot be read twice, so there is no refit
+    with pytest.warns(CorpWarning, match="was not refitted") as caught:
+        corp.prune(build("vit"), batches, Recipe(mlp=0.5))
+    assert all(warning.filename == __file__ for warning in caught if warning.category is CorpWarning)

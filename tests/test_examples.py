@@ -1,8 +1,7 @@
-"""The examples run as they stand."""
+"""The examples run as they stand, in this process, which spares their imports."""
 
-import os
-import subprocess
-import sys
+import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,21 +10,29 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 OF_ASSETS = [path for path in EXAMPLES if "CORP_ASSETS" in path.read_text()]
 
 
-def run(path: Path, folder: Path, assets: str) -> None:
-    environment = {**os.environ, "CORP_ASSETS": assets}
-    done = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, cwd=folder, timeout=900, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "parameters" in done.stdout
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("corp.adapters.registry._registered", {})
+
+
+def run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(path), run_name="__main__")
+    assert "parameters" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs(path: Path, tmp_path: Path) -> None:
-    run(path, tmp_path, assets="")
+def test_example_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CORP_ASSETS", "")
+    run(path, capsys)
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("path", OF_ASSETS, ids=lambda path: path.name)
-def test_example_runs_on_real_weights(path: Path, tmp_path: Path, assets: Path) -> None:
-    run(path, tmp_path, assets=str(assets))
+def test_example_runs_on_real_weights(
+    path: Path, assets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CORP_ASSETS", str(assets))
+    run(path, capsys)

@@ -1,5 +1,10 @@
 """What can go wrong, in a few kinds. Every message says the fact, the numbers and the remedy."""
 
+from __future__ import annotations
+
+import sys
+import warnings
+
 
 class CorpError(Exception):
     """Anything corp refuses or fails at; its kinds below say in which step."""
@@ -35,3 +40,11 @@ class StorageError(CorpError):
 
 class CorpWarning(UserWarning):
     """Something the user should know, though the result stands."""
+
+
+def warn(message: str) -> None:
+    """Warn of what a run does otherwise than asked, at the line outside of corp that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "corp":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, CorpWarning, stacklevel=level)

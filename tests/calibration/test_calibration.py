@@ -21,6 +21,7 @@ from corp.calibration.memory import human, parse_bytes, passes, site_bytes, work
 from corp.calibration.moments import Moments
 from corp.calibration.settings import Settings
 from corp.calibration.tokens import choose_tokens
+from tests.helpers.calibrate_process import OFTEN
 from tests.helpers.command import run
 from tests.helpers.models import build, images
 from tests.helpers.observers import Recorder
@@ -264,12 +265,16 @@ def started(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 
 
+def calibrated_here(out: Path, batches: int = 12, dtype: torch.dtype = torch.float64) -> None:
+    """What a process of its own writes, without its imports."""
+    corp.calibrate(build("vit", dtype), images(batches, 10, dtype), out=out, settings=OFTEN)
+
+
 def test_a_killed_run_continues_to_the_same_bits(tmp_path: Path) -> None:
-    whole = finished(run_calibration(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stderr
+    calibrated_here(tmp_path / "whole")
     generator, kills = random.Random(seed()), 0
     partial = tmp_path / ".killed.partial"
-    for _ in range(3):
+    for _ in range(2):
         with started(run_calibration(tmp_path / "killed", "--pause", "0.4")) as process:
             deadline = time.monotonic() + 60
             while not any(partial.glob("checkpoint-*.json")) and process.poll() is None and time.monotonic() < deadline:
@@ -278,8 +283,7 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path: Path) -> None:
             kills += process.poll() is None
             process.send_signal(signal.SIGKILL)
     if not (tmp_path / "killed").exists():
-        done = finished(run_calibration(tmp_path / "killed"))
-        assert done.returncode == 0, done.stderr
+        calibrated_here(tmp_path / "killed")
     assert kills >= 1
     assert_equal_folders(tmp_path / "whole", tmp_path / "killed")
     assert not (tmp_path / ".killed.partial").exists()
@@ -310,9 +314,8 @@ def test_two_runs_into_one_folder_one_says_so(tmp_path: Path) -> None:
         lock, deadline = tmp_path / ".stats.partial" / ".lock-rank-0", time.monotonic() + 120
         while not lock.exists() and first.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        second = finished(run_calibration(tmp_path / "stats"))
-        assert second.returncode == 1
-        assert "another run is writing" in second.stderr
+        with pytest.raises(CorpError, match="another run is writing"):
+            calibrated_here(tmp_path / "stats")
         (tmp_path / "go").touch()
         assert first.wait(timeout=120) == 0
     assert Statistics.load(tmp_path / "stats").samples == 120
@@ -326,14 +329,33 @@ def torchrun(count: int, *args: str) -> list[str]:
     return [*launcher, "-m", "tests.helpers.calibrate_process", *args]
 
 
-@pytest.mark.parametrize(("batches", "workers"), [(12, 2), (3, 2), (1, 2)], ids=["even", "uneven", "empty shard"])
-def test_workers_add_up_to_the_single_process(batches: int, workers: int, tmp_path: Path) -> None:
-    alone = finished(run_calibration(tmp_path / "alone", "--single", "--batches", str(batches)))
-    assert alone.returncode == 0, alone.stderr
-    together = finished(torchrun(workers, str(tmp_path / "together"), "--single", "--batches", str(batches)))
+EMPTY_SHARD = pytest.param(1, id="empty shard", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("batches", [pytest.param(3, id="uneven"), EMPTY_SHARD])
+def test_workers_add_up_to_the_single_process(batches: int, tmp_path: Path) -> None:
+    calibrated_here(tmp_path / "alone", batches, torch.float32)
+    together = finished(torchrun(2, str(tmp_path / "together"), "--single", "--batches", str(batches)))
     assert together.returncode == 0, together.stderr
-    a, b = Statistics.load(tmp_path / "alone"), Statistics.load(tmp_path / "together")
-    assert a.samples == b.samples == 10 * batches
+    assert_added_up(tmp_path, 10 * batches)
+
+
+def test_a_killed_worker_ends_the_run_and_the_same_command_again_gives_the_whole(tmp_path: Path) -> None:
+    calibrated_here(tmp_path / "alone", 12, torch.float32)
+    command = torchrun(2, str(tmp_path / "together"), "--single")
+    killed = finished([*command, "--kill-on", "1"])
+    assert killed.returncode != 0
+    assert "Signal 9 (SIGKILL)" in killed.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"alone", ".together.partial"}
+    again = finished(command)
+    assert again.returncode == 0, again.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"alone", "together"}
+    assert_added_up(tmp_path, 120)
+
+
+def assert_added_up(folder: Path, samples: int) -> None:
+    a, b = Statistics.load(folder / "alone"), Statistics.load(folder / "together")
+    assert a.samples == b.samples == samples
     for name in a.sums:
         if not name.endswith(".attn"):
             for part in ("fit", "held"):

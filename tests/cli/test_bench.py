@@ -172,10 +172,10 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_lone_folder_is_compared_with_its_dense_base(pruned: Path) -> None:
-    result = run("bench", pruned, "--batch", 16, "--rounds", 6, "--device", "cpu", "--json")
+    result = run("bench", pruned, "--batch", 4, "--rounds", 6, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
-    assert (content["input"], content["batch"], content["rounds"]) == ([3, 64, 64], 16, 6)
+    assert (content["input"], content["batch"], content["rounds"]) == ([3, 64, 64], 4, 6)
     dense, small = content["models"]
     assert dense["name"] == "dense base"
     assert "speed_up" not in dense

@@ -239,7 +239,9 @@ def _opened_by_reader(pipe: Path, seconds: float = 120.0) -> int:
     raise TimeoutError(pipe)
 
 
-@pytest.mark.parametrize(("kill", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("kill", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_runs_leave_nothing(kill: int, code: int, weights: Path, photos: Path, tmp_path: Path) -> None:
     many = tmp_path / "many"
     many.mkdir()

@@ -67,7 +67,7 @@ def images(size: int = 16) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, int, int]]] = {
     "t5": (lambda: hf.T5Model(hf.T5Config(**T5)), lambda: ids("input_ids", "decoder_input_ids"), (2, 3, 3)),
     "neighbouring-pairs": (lambda: hf.CohereModel(hf.CohereConfig(**GROUPED)), lambda: ids("input_ids"), (2, 2, 2)),
-    "qk-norm": (lambda: hf.Qwen3Model(hf.Qwen3Config(**GROUPED)), lambda: ids("input_ids"), (2, 0, 2)),
+    "qk-norm-of-all-heads": (lambda: hf.Olmo2Model(hf.Olmo2Config(**GROUPED)), lambda: ids("input_ids"), (2, 0, 2)),
     "alibi-by-head": (
         lambda: hf.BloomModel(hf.BloomConfig(vocab_size=50, hidden_size=24, n_layer=1, n_head=3)),
         lambda: ids("input_ids"),

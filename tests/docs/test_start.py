@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from corp.adapters import torchvision_import
 from corp.errors import CorpWarning
 from tests.helpers import decoders, hf_folders
 from tests.helpers.command import run
+from tests.helpers.ports import free_port
 from tests.helpers.seeds import seeded
 
 PAGES = Path(__file__).parents[2] / "docs" / "start"
@@ -103,12 +103,6 @@ def bash(code: str) -> str:
         output.seek(0)
         assert returned == 0, code
         return output.read()
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def photos(folder: Path, count: int) -> None:

@@ -14,6 +14,7 @@ from corp.evaluate.check import check, require_equal
 from corp.surgery import apply as surgery
 from corp.surgery.self_check import verify
 from tests.helpers import models, rotary_models
+from tests.helpers.kinds import by_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 SOME = ["vit", "siglip", "relative-position", "hf-gpt2", "hf-bert", "torch-encoder", "torchvision-vit"]
@@ -32,7 +33,7 @@ def test_the_error_of_the_weights_is_the_planned_one(family: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("rank", ["combined", "exact"])
-@pytest.mark.parametrize("family", ["llama", "phi", "gpt-neox"])
+@pytest.mark.parametrize("family", by_kind(["llama", "phi", "gpt-neox"]))
 def test_rotary_weights_too(family: str, rank: str) -> None:
     model, data = rotary_models.build(family, torch.float32), rotary_models.batches()
     stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
@@ -78,7 +79,7 @@ def test_sites_fed_with_dense_inputs_do_what_their_weights_say(family: str) -> N
 
 
 @pytest.mark.parametrize("rank", ["combined", "exact"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "gpt-neox"])
+@pytest.mark.parametrize("family", by_kind(["llama", "qwen2", "gemma2", "phi", "gpt-neox"]))
 def test_rotated_sites_too(family: str, rank: str) -> None:
     model, data = rotary_models.build(family), rotary_models.data_for(family)
     result = models.prune(model, data[:2], Recipe.paper(mlp=0.5, attn=0.5, rank=rank))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -18,22 +20,30 @@ from corp.calibration.settings import Settings
 from tests.helpers.models import build, images
 
 torch.set_num_threads(1)
+OFTEN = Settings(checkpoint_seconds=0)
 
 
 class Data:
-    """Batches, slowly if asked, failing on a given worker if asked."""
+    """Batches, slowly if asked; a worker that is asked to fail has bad ones, and one that is to be killed a few."""
 
-    def __init__(self, batches: int, pause: float, fail: bool, wait_for: str, dtype: torch.dtype) -> None:
-        self.parts, self.pause, self.fail = images(batches, 10, dtype), pause, fail
-        self.wait_for = wait_for
+    def __init__(self, args: argparse.Namespace, rank: int) -> None:
+        batches = args.batches
+        self.parts, self.pause = images(batches, 10, precision(args)), args.pause
+        self.fail, self.killed, self.wait_for = rank == args.fail_on, rank == args.kill_on, args.wait_for
         self.samples = 10 * batches
 
     def __iter__(self) -> Iterator[Tensor]:
         for index, part in enumerate(self.parts):  # the first batch is also read before the run takes its folder
             time.sleep(self.pause)
+            if self.killed and index > len(self.parts) // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
             while index > 0 and self.wait_for and not Path(self.wait_for).exists():
                 time.sleep(0.05)
             yield torch.full_like(part, float("nan")) if self.fail else part
+
+
+def precision(args: argparse.Namespace) -> torch.dtype:
+    return torch.float32 if args.single else torch.float64
 
 
 def main() -> None:
@@ -43,13 +53,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--wait-for", default="")
     parser.add_argument("--fail-on", type=int, default=-1)
+    parser.add_argument("--kill-on", type=int, default=-1)
     parser.add_argument("--single", action="store_true", help="float32 instead of float64")
     args = parser.parse_args()
-    dtype = torch.float32 if args.single else torch.float64
     with workers.launched() as group:
-        data = Data(args.batches, args.pause, fail=group.rank == args.fail_on, wait_for=args.wait_for, dtype=dtype)
+        data = Data(args, group.rank)
         try:
-            corp.calibrate(build("vit", dtype), data, out=args.out, settings=Settings(checkpoint_seconds=0))
+            corp.calibrate(build("vit", precision(args)), data, out=args.out, settings=OFTEN)
         except CorpError as error:
             sys.exit(f"error: {error}")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,9 +22,15 @@ torch.set_num_threads(1)
 RECIPE = Recipe(target_macs=0.7, sequential=False)
 
 
-def main(folder: Path) -> None:
+def killed_while_planning(group: workers.Workers, work: Any, items: Any, cost: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: Path, victim: int = -1) -> None:
     """Save the weights that every process got: planned and folded from statistics, and pruned whole."""
     with workers.launched() as group:
+        if group.rank == victim:
+            workers.Workers.map = killed_while_planning  # type: ignore[method-assign, assignment]
         model, stats = build("vit"), corp.Statistics.load(folder / "statistics")
         planned = corp.plan(model, stats, RECIPE)
         bare = replace(planned, sites=tuple(replace(site, fold=None) for site in planned.sites))
@@ -38,4 +47,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    except CorpError as error:
+        sys.exit(f"error: {error}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +14,57 @@ import torch
 
 import corp
 from corp.calibration.workers import dealt
+from tests.helpers import prune_process
 from tests.helpers.models import build, images
+from tests.helpers.ports import free_port
+
+COMMAND = [sys.executable, "-m", "tests.helpers.prune_process"]
 
 
-def run(count: int, folder: Path) -> list[Any]:
-    """The weights that every process ended with."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
+def torchrun(folder: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "tests.helpers.prune_process", str(folder)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, *launcher, *COMMAND[1:], str(folder)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
+
+
+def pair_with_a_victim(folder: Path) -> list[tuple[int, str]]:
+    """Exit code and errors of two processes, of which the second is killed. torchrun would end the survivor itself."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    pair = [
+        subprocess.Popen(
+            [*COMMAND, str(folder), "1"], stderr=subprocess.PIPE, text=True, env={**os.environ, **address, "RANK": rank}
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        return [(process.wait(120), process.communicate()[1]) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+
+
+def weights(folder: Path, count: int) -> list[Any]:
+    """What every process ended with."""
     return [torch.load(folder / f"{count}-{rank}.pt", weights_only=True) for rank in range(count)]
 
 
 @pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
-def test_two_processes_give_the_bits_of_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_bits_of_one_also_after_a_run_of_which_one_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the other processes have no fixtures either
     corp.calibrate(build("vit"), images(8, 10)).save(tmp_path / "statistics")
-    (alone,), pair = run(1, tmp_path), run(2, tmp_path)
+    (survivor, said), (victim, _) = pair_with_a_victim(tmp_path)
+    assert victim == -signal.SIGKILL
+    assert survivor == 1
+    assert "error: another worker ended or cannot be reached" in said
+    assert "run the same command again" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["statistics"]
+    prune_process.main(tmp_path)
+    torchrun(tmp_path)
+    (alone,), pair = weights(tmp_path, 1), weights(tmp_path, 2)
     for together in pair:
         for how in ("planned", "folded"):  # from the same statistics
             assert alone[how].keys() == together[how].keys()

@@ -27,6 +27,7 @@ from corp.sites import fingerprint, projection_of
 from corp.surgery.linear import refill
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
+from tests.helpers.kinds import by_kind
 from tests.helpers.seeds import seed_all, seeded
 
 HALF: dict[str, Any] = {"mlp": 0.5, "attn": 0.5, "vo": 0.5, "rank": "exact"}
@@ -94,7 +95,7 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[tuple[
     return streams
 
 
-@pytest.mark.parametrize("family", [*OTHERS, *ROTARY])
+@pytest.mark.parametrize("family", by_kind([*OTHERS, *ROTARY]))
 def test_the_streams_are_those_of_the_whole_models(
     family: str, driven: dict[tuple[int, str], list[tuple[Tensor, Tensor]]]
 ) -> None:
@@ -109,7 +110,7 @@ def test_the_streams_are_those_of_the_whole_models(
                     torch.testing.assert_close(stream, output)
 
 
-@pytest.mark.parametrize("family", [*OTHERS, *ROTARY])
+@pytest.mark.parametrize("family", by_kind([*OTHERS, *ROTARY]))
 def test_the_refit_leaves_no_larger_error(family: str) -> None:
     model, data = setup(family)
     before, modes, attached = fingerprint(model), [m.training for m in model.modules()], hooks(model)

@@ -23,12 +23,14 @@ from corp.recipe import KINDS
 from corp.storage import folder as storage
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import run
+from tests.helpers.kinds import by_kind
 from tests.helpers.seeds import seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 BOTH = Recipe.paper(mlp=0.5, attn=0.5)
 ROTARY = [f"rotary-{name}" for name in rotary_models.FAMILIES]
 PROFILES = ("standard", "compat")
+EXPORTED = ["hf-opt", "hf-bert", "hf-clip", "hf-whisper", "hf-dinov2-swiglu", "rotary-llama", "rotary-gpt-neox"]
 
 
 def pruned(family: str, recipe: Recipe = BOTH, dtype: torch.dtype = torch.float64) -> tuple[Result, list[Any]]:
@@ -49,7 +51,10 @@ def mlp_shapes(model: nn.Module) -> set[int]:
     return {site.width for site in corp.find_sites(model).mlp}
 
 
-@pytest.mark.parametrize("family", [name for name in models.FAMILIES if name.startswith("hf-")] + ROTARY)
+HF = [name for name in models.FAMILIES if name.startswith("hf-")]
+
+
+@pytest.mark.parametrize("family", by_kind(HF + ROTARY, EXPORTED))
 def test_both_profiles_compute_what_the_pruned_model_does(family: str, tmp_path: Path) -> None:
     result, data = pruned(family, Recipe.paper(mlp=0.5, attn=0.5, vo=0.25))
     expected = models.run(result.model, data[0])
@@ -268,7 +273,7 @@ def without_corp(root: Path) -> dict[str, float]:
 
 
 TIMM_RECIPES = {
-    **{kind: Recipe.paper(**{kind: 0.6}) for kind in KINDS},
+    "attn": Recipe.paper(attn=0.6),
     "all": Recipe.paper(**dict.fromkeys(KINDS, 0.3)),
     "uneven": Recipe.paper(mlp=0.6, attn=0.4, overrides={"blocks.1.*": {"mlp": 0.3, "attn": 0.7}}),
 }

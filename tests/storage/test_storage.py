@@ -18,6 +18,7 @@ import corp
 from corp import CorpError, Recipe, Result
 from corp.errors import CorpWarning
 from corp.planning.plan import Plan
+from tests.helpers.kinds import by_kind
 from tests.helpers.models import FAMILIES, batches, build, run, vit
 from tests.helpers.seeds import seed_all, seeded
 
@@ -76,7 +77,7 @@ def _save(result: Result, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("hf-")])
+@pytest.mark.parametrize("family", by_kind(name for name in FAMILIES if not name.startswith("hf-")))
 def test_models_without_a_name_load_into_a_dense_model(family: str, tmp_path: Path) -> None:
     model, data = build(family), batches(family)
     result = corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5, intercept=True))

@@ -21,6 +21,7 @@ from corp.surgery.merged import merge_tokens
 from corp.surgery.merging import match, merge, regroup, rows
 from corp.surgery.merging_block import block_macs
 from tests.helpers import models
+from tests.helpers.kinds import by_kind
 from tests.helpers.seeds import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -194,7 +195,7 @@ def test_merging_is_replaced_copied_and_pickled() -> None:
     assert (models.run(half, batch.bfloat16()).double() - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("family", ["vit", "hf-vit"])
+@pytest.mark.parametrize("family", by_kind(["vit", "hf-vit"]))
 def test_graphs_with_merging_take_any_number_of_images(family: str, tmp_path: Path) -> None:
     model = merged(models.build(family, torch.float32), (4, 0), family, read=1)
     batch = models.batches(family, dtype=torch.float32)[0]
@@ -213,7 +214,7 @@ def test_graphs_with_merging_take_any_number_of_images(family: str, tmp_path: Pa
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["vit", "hf-vit"])
+@pytest.mark.parametrize("family", by_kind(["vit", "hf-vit"]))
 def test_merged_models_compile_as_one_graph(family: str) -> None:
     model, batch = merged(models.build(family), (4, 2), family), models.batches(family)[0]
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corp.adapters.multihead import multihead
-from corp.sites import AttentionSite, Finding, Mask, MLPSite, Refusal, Rotary, Rows, ValueSite, projection_of
+from corp.sites import AttentionSite, Finding, Mask, MLPSite, QKNorm, Refusal, Rotary, Rows, ValueSite, projection_of
 from corp.surgery.hf_attention import NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.hf_names import Names
 from corp.surgery.linear import why_not_linear
@@ -27,7 +27,8 @@ class Attention:
     """An attention of a layer: where it is, its exact class, and what it sees.
 
     `out` is the output projection where that is outside of the module, from the layer. `causal` may be asked of the
-    model that owns the layer and the module. Masks are arguments of that model's forward.
+    model that owns the layer and the module. Masks are arguments of that model's forward. The gain of its norms, if it
+    has some, is their weight plus `gain_shift`.
     """
 
     path: str
@@ -41,6 +42,7 @@ class Attention:
     convention: type[NarrowAttention] = NarrowAttention
     refuse: Callable[[Any], str | None] = lambda _module: None
     window: Callable[[Any], int | None] = lambda _module: None
+    gain_shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, famil
         kv_heads=None if kv_heads == heads else kv_heads,
         rotary=Rotary(rotated_dims(module)) if turned else None,
         scale=getattr(module, names.scale) if turned and names.scale else 1.0,
+        norm=_norm(module, name, entry),
     )
     if problem := not_plain(model, down):
         yield Refusal(down, "vo", problem)
@@ -151,6 +154,16 @@ def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, famil
         kv_heads=None if kv_heads == heads else kv_heads,
         mask=q_mask,
     )
+
+
+def _norm(module: Any, name: str, entry: Attention) -> QKNorm | None:
+    """Where the heads of a module that has not been narrowed are normalised."""
+    if not entry.names.norms:
+        return None
+    norms = [getattr(module, part) for part in entry.names.norms]
+    eps = next(float(getattr(norms[0], word)) for word in ("variance_epsilon", "eps") if hasattr(norms[0], word))
+    q, k = (f"{name}.{part}" for part in entry.names.norms)
+    return QKNorm(q, k, eps, entry.gain_shift)
 
 
 def _refused(name: str, down: str, reason: str) -> list[Refusal]:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from corp.adapters.hf_layers import Attention, Family, Layer, Mlp
+from corp.adapters.structure import NORMALISED
 from corp.surgery.hf_attention import RotaryAttention
 from corp.surgery.hf_names import Names
 
 _SEPARATE = (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
 _HEADS = {"heads": "config.num_attention_heads", "kv_heads": "config.num_key_value_heads"}
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
-NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
-    "the length cannot"
-)
 
 
 def _names(*out: str, parts: Any = _SEPARATE, extras: tuple[tuple[str, str], ...] = (), **other: Any) -> Names:
@@ -38,10 +35,6 @@ def _family(
     return Family(f"{package}.modeling_{package}", {f"{prefix}DecoderLayer": Layer((attention,), (mlp,))})
 
 
-def _normalised(_module: Any) -> str:
-    return NORMALISED
-
-
 def _layer_norms(module: Any) -> str | None:
     return NORMALISED if module.qk_layernorm else None
 
@@ -52,6 +45,7 @@ def _bidirectional(module: Any) -> str | None:
 
 WINDOW = (("sliding_window", "sliding_window"),)
 CONFIG_WINDOW = (("sliding_window", "config.sliding_window"),)
+NORMED = _names("o_proj", extras=WINDOW, norms=("q_norm", "k_norm"))
 SOFTCAP = (("softcap", "attn_logit_softcapping"),)
 
 FAMILIES = (
@@ -60,7 +54,20 @@ FAMILIES = (
         "mistral", "Mistral", _attention("MistralAttention", _names("o_proj", extras=CONFIG_WINDOW), window=_window)
     ),
     _family("qwen2", "Qwen2", _attention("Qwen2Attention", _names("o_proj", extras=WINDOW), window=_window)),
-    _family("qwen3", "Qwen3", _attention("Qwen3Attention", _names("o_proj"), refuse=_normalised)),
+    _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=_window)),
+    Family(  # its MLPs are mixtures of experts, which structure shows
+        "qwen3_moe.modeling_qwen3_moe",
+        {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=_window),))},
+    ),
+    Family(
+        "qwen3_vl.modeling_qwen3_vl",
+        {
+            "Qwen3VLTextDecoderLayer": Layer(
+                (_attention("Qwen3VLTextAttention", _names("o_proj", norms=NORMED.norms)),),
+                (Mlp("mlp", _GATED, "mlp.down_proj", cls="Qwen3VLTextMLP"),),
+            )
+        },
+    ),
     _family("gemma", "Gemma", _attention("GemmaAttention", _names("o_proj"), refuse=_bidirectional)),
     _family(
         "gemma2",
@@ -69,7 +76,11 @@ FAMILIES = (
             "Gemma2Attention", _names("o_proj", extras=(*WINDOW, *SOFTCAP)), window=_window, refuse=_bidirectional
         ),
     ),
-    _family("gemma3", "Gemma3", _attention("Gemma3Attention", _names("o_proj"), refuse=_normalised)),
+    _family(
+        "gemma3",
+        "Gemma3",
+        _attention("Gemma3Attention", NORMED, window=_window, refuse=_bidirectional, gain_shift=1.0),
+    ),
     _family("phi", "Phi", _attention("PhiAttention", _names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"),
     _family(
         "phi3",

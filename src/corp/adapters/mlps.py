@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
@@ -46,9 +47,16 @@ def experts(model: nn.Module) -> Iterator[MLPSite | Refusal]:
             yield Refusal(name, "mlp", reason)
 
 
-def mlps(model: nn.Module, taken: set[str]) -> Iterator[MLPSite | Refusal]:
-    """Linear layers that stand as (one or two) up and down in the smallest module that holds them."""
-    free = {name: layer for name, layer in linears(model).items() if name not in taken and in_scope(model, name)}
+def mlps(model: nn.Module, taken: set[str], blocks: tuple[str, ...] = ()) -> Iterator[MLPSite | Refusal]:
+    """Linear layers that stand as (one or two) up and down in the smallest module that holds them.
+
+    They are looked for in numbered blocks and under the prefixes `blocks`.
+    """
+    free = {
+        name: layer
+        for name, layer in linears(model).items()
+        if name not in taken and (name.startswith(blocks) or in_scope(model, name))
+    }
     names = sorted((name for name, _ in model.named_modules()), key=lambda n: -n.count(".") - bool(n))
     sites: set[str] = set()
     for home in names:
@@ -134,6 +142,15 @@ def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSit
         Rows(up, start, start + width) for up in ups for start in range(0, out_features(model.get_submodule(up)), width)
     )
     return MLPSite(name, rows, down)
+
+
+def packings(site: MLPSite) -> tuple[MLPSite, ...]:
+    """The site as it is; and, if one layer makes gate and up one after the other, with those of a channel in turn."""
+    first, last = site.up[0], site.up[-1]
+    if len(site.up) != 2 or first.module != last.module or first.period or last.start != first.stop:
+        return (site,)
+    turns = tuple(Rows(first.module, i, i + 1, runs=site.width, period=2) for i in (0, 1))
+    return site, replace(site, up=turns)
 
 
 def _chunked(model: nn.Module, layer: str) -> bool:

@@ -46,6 +46,19 @@ def noted(model: nn.Module, site: Site) -> Site:
     return replace(site, q_mask=mask, k_mask=mask, causal=is_causal(model, name), window=window_of(model, name))
 
 
+def told_outside(model: nn.Module, site: Site) -> Site:
+    """The site of an adapter with modules further out that may be given its mask: inside it may be a derived one."""
+    fields = ("q_mask", "k_mask") if isinstance(site, AttentionSite) else ("mask",)
+    masks = {name: mask for name in fields if (mask := getattr(site, name)) is not None and not mask.around}
+    return replace(site, **{name: replace(mask, around=_outside(model, mask)) for name, mask in masks.items()})
+
+
+def _outside(model: nn.Module, mask: Mask) -> tuple[str, ...]:
+    parts = mask.module.split(".") if mask.module else []
+    around = [".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1)]
+    return tuple(name for name in around if takes(type(model.get_submodule(name)), mask.argument))
+
+
 def is_causal(model: nn.Module, name: str) -> bool:
     """What the attention says of itself, or its config; otherwise whether the model generates text."""
     module: Any = model.get_submodule(name)

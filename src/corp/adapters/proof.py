@@ -2,8 +2,9 @@
 
 Random numbers take the place of what the layers of the sites give, once as they are and once transformed: channels
 permuted and half of them changed (MLP), values mapped and mapped back (V/O), queries and keys mapped by inverse
-transposes (Q/K), or, under rotary positions, every pair rotated and scaled. What reaches the layer that consumes them
-must be the same. No weight is touched or even used, so the outcome is that of the architecture, not of its weights.
+transposes (Q/K; behind their norms, if they have some), or, under rotary positions, every pair rotated and scaled.
+What reaches the layer that consumes them must be the same. No weight is touched or even used, so the outcome is that
+of the architecture, not of its weights.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ def made_by(site: Site) -> tuple[Rows, ...]:
     """The rows whose outputs are the site's channels or dimensions."""
     if isinstance(site, MLPSite):
         return site.up
-    return (site.q, site.k) if isinstance(site, AttentionSite) else (site.v,)
+    if isinstance(site, ValueSite):
+        return (site.v,)
+    if site.norm is not None:  # one head: its norm sees them one by one
+        return Rows(site.norm.q, 0, site.width), Rows(site.norm.k, 0, site.width)
+    return site.q, site.k
 
 
 def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
@@ -189,18 +194,16 @@ def transformed(site: Site) -> list[tuple[Rows, Change]]:
         return [(rows, lambda x, i=i: shuffle(x, i)) for i, rows in enumerate(site.up)]  # type: ignore[misc]
     if isinstance(site, ValueSite):
         return [(site.v, lambda x: by_head(x, value_maps(site)))]
-    A = query_maps(site)  # (K, d, d)
+    A = query_maps(site)[: 1 if site.norm else None]  # (K, d, d), or one for all heads
     back = torch.linalg.inv(A).mT
-    shared = site.heads // site.groups
-    return [
-        (site.q, lambda x: by_head(x, A.repeat_interleave(shared, 0))),
-        (site.k, lambda x: by_head(x, back)),
-    ]
+    shared = 1 if site.norm else site.heads // site.groups
+    q, k = made_by(site)
+    return [(q, lambda x: by_head(x, A.repeat_interleave(shared, 0))), (k, lambda x: by_head(x, back))]
 
 
 def _other_queries(site: Site) -> list[tuple[Rows, Change]]:
     """Not scaled ones: a norm would hide that."""
-    return [(site.q, lambda x: noise(f"{site.name}/control", x))] if isinstance(site, AttentionSite) else []
+    return [(made_by(site)[0], lambda x: noise(f"{site.name}/control", x))] if isinstance(site, AttentionSite) else []
 
 
 def undone(site: Site, z: Tensor) -> Tensor:

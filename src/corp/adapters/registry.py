@@ -200,7 +200,8 @@ def _prefixed(finding: Finding, prefix: str) -> Finding:
         return replace(finding, name=name, up=up, down=under(finding.down), mask=told(finding.mask))
     if isinstance(finding, AttentionSite):
         q_mask, k_mask = told(finding.q_mask), told(finding.k_mask)
-        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), q_mask=q_mask, k_mask=k_mask)
+        norm = finding.norm and replace(finding.norm, q=under(finding.norm.q), k=under(finding.norm.k))
+        return replace(finding, name=name, q=at(finding.q), k=at(finding.k), q_mask=q_mask, k_mask=k_mask, norm=norm)
     if isinstance(finding, ValueSite):
         down, attention, mask = under(finding.down), under(finding.attention), told(finding.mask)
         return replace(finding, name=name, v=at(finding.v), down=down, attention=attention, mask=mask)

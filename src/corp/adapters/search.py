@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from corp.adapters.alone import Found, try_alone
 from corp.adapters.attention_names import attentions
 from corp.adapters.examples import examples
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
-from corp.adapters.notes import latent_attentions, noted
+from corp.adapters.notes import latent_attentions, noted, told_outside
+from corp.adapters.scope import lone_blocks
 from corp.adapters.settle import Outcome, first_ways, joined, settle
 from corp.adapters.structure import Claim, claim_attention
 from corp.calibration.batches import Forward, feed
@@ -20,20 +21,11 @@ from corp.errors import CorpError
 from corp.sites import Finding, Refusal, Site, layers_of, module_of
 
 
-@dataclass
-class Found:
-    """Sites in the order of the model, what was refused, and the names of sites that were tried out."""
-
-    sites: list[Site] = field(default_factory=list)
-    refused: list[Refusal] = field(default_factory=list)
-    proven: set[str] = field(default_factory=set)
-
-
 def search(
     model: nn.Module, known: Sequence[Finding], theirs: Sequence[str], batch: Any, forward: Forward | None
 ) -> Found:
     """Known findings, and claims about all other layers but those under the prefixes `theirs`."""
-    fixed: list[Site] = [one for one in known if not isinstance(one, Refusal)]
+    fixed: list[Site] = [told_outside(model, one) for one in known if not isinstance(one, Refusal)]
     refused = [one for one in known if isinstance(one, Refusal)]
     for one in _multiheads(model, fixed, refused, theirs):
         if isinstance(one, Refusal):
@@ -49,7 +41,8 @@ def search(
     taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
     routed = list(experts(model))
     taken |= {name for one in routed if not isinstance(one, Refusal) for name in layers_of(one)}
-    for one in (*routed, *mlps(model, taken)):
+    blocks = lone_blocks([*(claim.parts.name for claim in claims), *_attentions_of(fixed)])
+    for one in (*routed, *mlps(model, taken, blocks)):
         if isinstance(one, Refusal):
             refused.append(one)
         else:
@@ -62,6 +55,10 @@ def search(
     found.refused = _only_once([*refused, *found.refused], found.sites)
     found.sites = _ordered(model, joined(found.sites))
     return found
+
+
+def _attentions_of(sites: Sequence[Site]) -> list[str]:
+    return [module_of(site) for site in sites if site.kind != "mlp"]
 
 
 def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
@@ -123,6 +120,7 @@ def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any,
             if not claims and not fixed:
                 break
             claims, fixed = _try(model, run, claims, fixed, found)
+        claims, fixed = try_alone(model, claims, fixed, found)
         if batch is not None:
             claims = [_likeliest(claim) for claim in claims]  # what loading, which has no batch, would take
             fixed, found.sites, found.proven = [*fixed, *found.sites], [], set()
@@ -159,7 +157,7 @@ def _try(
 ) -> tuple[list[Claim], list[Site]]:
     """One input; what it does not reach stays open. An example that the model does not take says nothing."""
     try:
-        outcome = settle(model, run, claims, fixed)
+        outcome = settle(model, run, claims, fixed, readings=not strict)
     except CorpError:
         raise
     except Exception:

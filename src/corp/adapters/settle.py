@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from corp.adapters.mlps import packings
 from corp.adapters.proof import Run, Trial, attempt, difference, made_by, places_of, same_output, tolerance
 from corp.adapters.structure import Claim
 from corp.calibration.batches import placement
-from corp.sites import AttentionSite, Refusal, Site, ValueSite
+from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
 
 WHAT = {
@@ -41,10 +42,20 @@ class Outcome:
     unmoved: set[str] = field(default_factory=set)
 
 
-def settle(model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site]) -> Outcome:
-    """Try out what the claims and the sites `fixed` (one way each) say, on what `run` passes through the model."""
-    work = _Work(model, run, claims, [site for site in fixed if not _bare(site)])
-    outcome = Outcome(sites=[site for site in fixed if _bare(site)])
+def settle(
+    model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site], *, readings: bool = False
+) -> Outcome:
+    """Try out what the claims and the sites `fixed` say, on what `run` passes through the model.
+
+    With `readings`, an MLP whose gate is packed with its other half is tried in every way that they may be packed.
+    """
+    bare = [site for site in fixed if _bare(site)]
+    work = _Work(model, run, claims, [site for site in fixed if not _bare(site)], bare, readings)
+    outcome = Outcome()
+    for site in bare:
+        reached = module_of(site) in work.base.ran
+        (outcome.sites if reached else outcome.open_sites).append(site)
+        outcome.unreached |= set() if reached else {site.name}
     if not work.at_once(outcome):
         work.values(outcome)
         work.queries(outcome)
@@ -58,14 +69,24 @@ def _bare(site: Site) -> bool:
 
 
 class _Work:
-    def __init__(self, model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        claims: Sequence[Claim],
+        fixed: Sequence[Site],
+        bare: Sequence[Site],
+        readings: bool,
+    ) -> None:
         self.model, self.run, self.claims, self.fixed = model, run, list(claims), list(fixed)
+        self.readings = readings
         self.downs = {s.attention: s.down for s in fixed if isinstance(s, ValueSite)}
         self.downs |= {claim.parts.name: claim.parts.down for claim in claims if claim.parts.down}
         every: list[Site] = [*fixed]
         for claim in claims:
             every += [*claim.qk, *claim.vo]
-        self.places = places_of(every, self.downs)
+        places = places_of(every, self.downs)
+        self.places = replace(places, attentions=(*places.attentions, *map(module_of, bare)))
         self.limit = tolerance(placement(model)[1])
         self.base = self.attempt([])
         self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values proved
@@ -108,10 +129,13 @@ class _Work:
     def values(self, outcome: Outcome) -> None:
         """MLPs and values: no attention needs to be right for them."""
         waiting: list[tuple[Claim | None, Sequence[Site]]] = [
-            *((None, (site,)) for site in self.fixed if not isinstance(site, AttentionSite)),
+            *((None, self._ways(site)) for site in self.fixed if not isinstance(site, AttentionSite)),
             *((claim, claim.vo) for claim in self.claims if claim.vo),
         ]
         self._rounds(waiting, outcome)
+
+    def _ways(self, site: Site) -> Sequence[Site]:
+        return packings(site) if self.readings and isinstance(site, MLPSite) else (site,)
 
     def queries(self, outcome: Outcome) -> None:
         waiting: list[tuple[Claim | None, Sequence[Site]]] = [

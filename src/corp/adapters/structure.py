@@ -5,6 +5,7 @@ What is found here is a claim. Where a batch can be run, adapters/proof.py tries
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -17,12 +18,14 @@ from corp.adapters.attention_names import CROSS, Parts
 from corp.adapters.head_layouts import head_rows
 from corp.adapters.linears import in_features, not_linear
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite
+from corp.surgery.hf_attention import NarrowAttention
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
 
 NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: its gain could be folded, "
-    "the length cannot"
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it for Qwen3 "
+    "and Gemma 3 only"
 )
+_ROTARY = ("rotary", "rope", "rot_emb", "position_embeddings", "freqs_c")  # in the names of what is used
 NARROWED = "it was narrowed already; prune the dense model instead"
 
 
@@ -59,7 +62,8 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
         base = AttentionSite(parts.name, rows["q"], rows["k"], heads, build, kv_heads=kv_heads, padded=True)
         qk += [replace(base, **change) for change in rotations(module, base)]
     if normed(module):
-        refused.append(Refusal(parts.name, "attn", NORMALISED))
+        reason = NARROWED if isinstance(module, NarrowAttention) else NORMALISED
+        refused.append(Refusal(parts.name, "attn", reason))
         qk = []
     if not vo:
         reason = "its output projection is not found" if not parts.down else "its output projection has another width"
@@ -85,7 +89,9 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
         known.append(int(factor * d) if isinstance(factor, float) else None)
     partial = [n for n in dict.fromkeys(known) if isinstance(n, int) and 0 < n < d and n % 2 == 0]
     rotated: list[dict[str, Any]] = []
-    for dims in (*partial, d) if d % 2 == 0 else ():
+    if d % 2 or site.q.period == 3:  # no pairs; or of every dimension q, k and v in turn, which nobody rotates
+        return [{}]
+    for dims in (*partial, d):
         q, k = paired(site.q, d, dims), paired(site.k, d, dims)
         halves: dict[str, Any] = {"rotary": Rotary(dims, None)}
         neighbours = {**halves, "q": q, "k": k, "build": replace(site.build, q=q, k=k)}
@@ -98,7 +104,7 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
 def _rotates_neighbours(module: Any) -> bool:
     """Whether the library's own function, beside the module's class, rotates neighbours instead of halves."""
     beside = sys.modules.get(type(module).__module__)
-    if hasattr(beside, "rotate_every_two"):
+    if hasattr(beside, "rotate_every_two") or "view_as_complex" in _names_in(type(module), beside):
         return True
     function = getattr(beside, "rotate_half", None)
     if function is None:
@@ -117,5 +123,12 @@ def paired(rows: Rows, d: int, dims: int) -> Rows:
 
 
 def hints_rotation(module: Any) -> bool:
-    names = set(type(module).forward.__code__.co_varnames) | set(type(module).forward.__code__.co_names)
-    return any(word in name for name in names for word in ("rotary", "rope", "rot_emb", "position_embeddings"))
+    names = _names_in(type(module), None)
+    return any(word in name for name in names for word in _ROTARY)
+
+
+def _names_in(cls: Any, beside: Any) -> set[str]:
+    """The names that an attention's forward uses, and the functions in its file that rotate something."""
+    functions = [cls.forward, *(f for name, f in vars(beside or cls).items() if "rot" in name.lower())]
+    codes = [code for f in functions if (code := getattr(inspect.unwrap(f), "__code__", None)) is not None]
+    return {name for code in codes for name in (*code.co_varnames, *code.co_names)}

@@ -22,6 +22,7 @@ from corp.numerics.exact import Path
 from corp.numerics.output import Spectrum
 from corp.numerics.subspace import Subspace
 from corp.observer import SILENT, Observer
+from corp.planning.floors import raised, with_floors
 from corp.planning.heads import nested_maps
 from corp.planning.output import spectrum_of
 from corp.planning.widths import width_of
@@ -54,7 +55,8 @@ class Allocator:
         sample: Sample | None = None,
         curves: Mapping[str, Curve] | None = None,
     ) -> None:
-        self.model, self.sites, self.stats, self.recipe, self.observer = model, sites, stats, recipe, observer
+        self.model, self.stats, self.recipe, self.observer = model, stats, recipe, observer
+        self.sites = with_floors(sites, stats, recipe)
         self.given = sample  # to count on, where statistics do not say what the model takes
         self._counted: dict[str, Budget] = {}
         self._known = curves  # if they were made before, one block at a time
@@ -131,7 +133,9 @@ class Allocator:
             if target is not None:
                 budget = replace(self.budget(what, target), spared=self.spared(what, rank))
                 return self._within(budget, recipe, queries, power)._replace(rank=rank)
-        return Allocation({site.name: width_of(site, self.sites, recipe) for site in self.sites}, {}, rank=rank)
+        widths = {site.name: width_of(site, self.sites, recipe) for site in self.sites}
+        notes = raised(self.sites, recipe)
+        return Allocation(widths, {"notes": notes} if notes else {}, rank=rank)
 
     def output_rank(self, share: float) -> int | None:
         """The rank that is left of the output head; None if it stays dense, or would be no cheaper."""

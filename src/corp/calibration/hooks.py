@@ -17,6 +17,7 @@ from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
+from corp.calibration.normed import lengths_of, normed
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, SiteSums, Sums
 from corp.calibration.threads import here, shared
@@ -174,7 +175,10 @@ class Collector:
                 q, k = seen.pop("q"), seen.pop("k")
                 q, k = as_batch(q[:, None] if q.dim() < k.dim() else q), as_batch(k)  # one query, of a class token
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
-                self.add(site, q, k, *masks, bool(site.causal), *angles)
+                features = lengths_of(site, q, k)
+                if site.norm is not None:
+                    q, k = normed(model, site, q, k)
+                self.add(site, q, k, *masks, bool(site.causal), next(iter(angles), None), features)
 
         def hook(module: str) -> RemovableHandle:
             return model.get_submodule(module).register_forward_hook(
@@ -228,12 +232,16 @@ class Collector:
         k_mask: Tensor | None,
         causal: bool,
         angles: tuple[Tensor, Tensor] | None = None,
+        features: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Queries (B, n, H d) and keys (B, m, K d), rotated already where a rotary site comes without angles."""
+        """Queries (B, n, H d) and keys (B, m, K d), rotated already where a rotary site comes without angles.
+
+        Where the attention normalises them, they are normalised, and `features` are those of their lengths before.
+        """
         if site.rotary:
             q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
             q, k = (turned_heads(x, site.rotary.dims, *angles) if angles else x.transpose(1, 2) for x in (q, k))
-            self._add_rotated(site, q, k, q_mask, k_mask, causal)
+            self._add_rotated(site, q, k, q_mask, k_mask, causal, features)
         else:
             self._add_plain(site, q, k, q_mask, k_mask, causal)
 
@@ -245,12 +253,13 @@ class Collector:
         q_mask: Tensor | None,
         k_mask: Tensor | None,
         causal: bool,
+        features: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Queries (B, H, n, d) and keys (B, K, n, d) whose first dimensions are rotated, and the plain ones behind."""
         dims = site.rotary_dims
         mask, causal = fitting(q_mask, q.transpose(1, 2), site.q_mask), causal and q.shape[2] == k.shape[2]
         pairs = self._current(site.name, PairSums)
-        options: dict[str, Any] = {"scale": site.scale, "mask": mask, "window": site.window}
+        options: dict[str, Any] = {"scale": site.scale, "mask": mask, "window": site.window, "features": features}
         pairs.update(q, k, causal=causal and self.causal, **options)
         _require_finite(pairs, site.name)
         if site.plain_width:
@@ -316,7 +325,9 @@ def _empty(site: Site | OutputHead) -> dict[str, AnySums]:
         return {site.name: SiteSums(Moments(site.inputs), Moments(site.inputs))}
     sums: dict[str, AnySums] = {}
     if site.rotary:
-        sums[site.name] = SiteSums(*(PairSums(site.heads, site.groups, site.rotary.dims) for _ in range(2)))
+        sums[site.name] = SiteSums(
+            *(PairSums(site.heads, site.groups, site.rotary.dims, normed=site.norm is not None) for _ in range(2))
+        )
     if site.plain_width:
         sums[site.plain_name] = SiteSums(*(Grams(site.heads, site.plain_width) for _ in range(2)))
     return sums

@@ -54,6 +54,10 @@ class Job:
     recording: Recording | None = None  # sees the passes that it wants, so that they need not be run again
 
     def __post_init__(self) -> None:
+        if not self.sites:
+            raise StatisticsError(
+                "there is no site to calibrate in this model; corp.find_sites(model).refused says why of every place"
+            )
         first = next(self.model.parameters(), torch.empty(0))
         self.device = first.device if self.settings.offload is None else torch.device(self.settings.device)
         self.dtype = first.dtype

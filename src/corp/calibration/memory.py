@@ -28,7 +28,8 @@ def site_bytes(site: Site | OutputHead, samples: int | None) -> int:
     entries = _entries(site, samples)
     held = None if entries is None else -(-entries // EVERY)
     pairs = 2 * 2 * 8 * site.heads * site.rotary.dims**2 if site.rotary else 0
-    return pairs + _gram_bytes(site, entries) + _gram_bytes(site, held)
+    lengths = 2 * 8 * (site.heads + site.groups) * (site.width + 1) ** 2 if site.norm else 0
+    return pairs + lengths + _gram_bytes(site, entries) + _gram_bytes(site, held)
 
 
 def _entries(site: AttentionSite, samples: int | None) -> int | None:

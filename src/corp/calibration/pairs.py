@@ -24,14 +24,21 @@ class PairSums:
     delta_m. under p_m., up to third order: what is constant along the row goes unnoticed, and so does what befalls keys
     that get no attention. `weighted` sums that variance: its entries are single queries, with g_q = q_m q_m^T and for
     g_k the covariance of the keys under p_m.
+
+    Where heads are `normed`, `lengths` (H + K, d + 1, d + 1) are F of numerics.lengths, of query heads and then of key
+    heads. Half of a key's weight is the attention that it gets: few keys may get most of it. `attended` (H,) are the
+    squared logits of the queries looked at, under their attention.
     """
 
-    def __init__(self, heads: int, kv_heads: int, width: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, width: int, *, normed: bool = False) -> None:
         self.heads, self.kv_heads, self.width = heads, kv_heads, width
         self.samples = 0
         self.tokens = 0  # queries
         self.raw = torch.zeros(heads, width, width, dtype=torch.float64)
         self.weighted = torch.zeros(heads, width, width, dtype=torch.float64)
+        count, size = (heads + kv_heads, width + 1) if normed else (0, 0)
+        self.lengths = torch.zeros(count, size, size, dtype=torch.float64)
+        self.attended = torch.zeros(heads if normed else 0, dtype=torch.float64)
 
     def update(
         self,
@@ -42,23 +49,48 @@ class PairSums:
         mask: Tensor | None = None,
         causal: bool = False,
         window: int | None = None,
+        features: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Add samples with queries q (B, H, n, d) and keys k (B, K, n, d), their first `width` dimensions rotated.
 
-        `scale` is the softmax's; the mask (B, n) is True at real tokens.
+        `scale` is the softmax's; the mask (B, n) is True at real tokens. `features` (B, H or K, n, d + 1) are those of
+        numerics.lengths, of heads that are normed.
         """
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
-        for q_part, k_part in same_lengths(q, k, mask):
+        own = q.shape[-1]
+        if features is not None:
+            q, k = (torch.cat([x, f.to(x)], -1) for x, f in zip((q, k), features, strict=True))
+        for q_all, k_all in same_lengths(q, k, mask):
+            q_part, k_part = q_all[..., :own], k_all[..., :own]
             self.tokens += q_part.shape[0] * q_part.shape[2]
             turned = q_part[..., : self.width], k_part[..., : self.width]
             blocks = query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None)))
             for queries, g_k in with_key_grams(blocks):
                 self.raw += self._added(pair_moments(queries.mT @ queries, self._repeated(g_k)).sum(0))
-            self.weighted += self._added(self._attended(q_part, k_part, scale, causal, window))
+            weighted, attention = self._attended(q_part, k_part, scale, causal, window)
+            self.weighted += self._added(weighted)
+            if features is not None:
+                self.lengths += self._added(self._of_lengths(q_all[..., own:], k_all[..., own:], attention))
+                self.attended += self._added(self._squares(q_part, k_part, attention, causal, window))
 
-    def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> Tensor:
-        """(H, d, d): of the queries looked at, pair moments of q_m q_m^T and the covariance of the keys under p_m."""
+    def _of_lengths(self, f_q: Tensor, f_k: Tensor, attention: Tensor) -> Tensor:
+        """(H + K, d + 1, d + 1), the weights of a sample's keys being 1 on average."""
+        received = attention.mean(2).unflatten(1, (self.kv_heads, -1)).mean(2)  # (B, K, n)
+        weight = 0.5 + 0.5 * received[..., None] * received.shape[-1]
+        return torch.cat([(f_q.mT @ f_q).sum(0), (f_k.mT @ (weight * f_k)).sum(0)])
+
+    def _squares(self, q: Tensor, k: Tensor, attention: Tensor, causal: bool, window: int | None) -> Tensor:
+        """(H,): the squared logits of the queries looked at, under their attention (B, H, M, n)."""
+        looked_at, _ = looked_at_of(q.shape[2], causal, window)
+        logits = q[:, :, looked_at] @ self._repeated(k).mT
+        return (attention * logits.square()).sum((0, 2, 3))
+
+    def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+        """Of the queries looked at: pair moments (H, d, d) of q_m q_m^T and the covariance of the keys under p_m.
+
+        Beside them p (B, H, M, n), their attention.
+        """
         # Neither attention nor covariance notices what all keys of a sample share, but float32 products do.
         every = self._repeated(k - k.mean(2, keepdim=True))
         looked_at, hidden = looked_at_of(q.shape[2], causal, window)
@@ -70,7 +102,7 @@ class PairSums:
             seen = (~hidden[m]).nonzero()
             part = slice(int(seen[0]), int(seen[-1]) + 1)
             _add_moments(sums, query, first[:, :, part], second[:, :, part], attention[:, :, m, part, None])
-        return _joined(sums.sum(1))
+        return _joined(sums.sum(1)), attention
 
     def _repeated(self, x: Tensor) -> Tensor:
         """Keys, or their Grams, once for every query head that shares them."""
@@ -86,40 +118,60 @@ class PairSums:
         size = self.heads // self.kv_heads
         return (self.weighted if weighted else self.raw)[g * size : (g + 1) * size]
 
+    def lengths_of(self, g: int) -> tuple[Tensor, Tensor]:
+        """F (R, d + 1, d + 1) of the query heads that share key head g, and (d + 1, d + 1) of that head."""
+        if not self.normed or self.samples == 0:
+            raise StatisticsError("these statistics hold no lengths of heads, which QK-norm needs; calibrate again")
+        size = self.heads // self.kv_heads
+        return self.lengths[g * size : (g + 1) * size], self.lengths[self.heads + g]
+
+    @property
+    def normed(self) -> bool:
+        return len(self.lengths) > 0
+
     def empty(self) -> PairSums:
-        return PairSums(self.heads, self.kv_heads, self.width)
+        return PairSums(self.heads, self.kv_heads, self.width, normed=self.normed)
 
     def to(self, device: torch.device) -> None:
-        self.raw, self.weighted = self.raw.to(device), self.weighted.to(device)
+        self.raw, self.weighted, self.lengths = (x.to(device) for x in (self.raw, self.weighted, self.lengths))
+        self.attended = self.attended.to(device)
 
     @property
     def finite(self) -> bool:
-        return bool(torch.isfinite(self.raw).all() and torch.isfinite(self.weighted).all())
+        return all(bool(torch.isfinite(x).all()) for x in self.state().values())
 
     def __add__(self, other: PairSums) -> PairSums:
-        if (self.heads, self.kv_heads, self.width) != (other.heads, other.kv_heads, other.width):
+        mine, theirs = ((x.heads, x.kv_heads, x.width, x.normed) for x in (self, other))
+        if mine != theirs:
             raise StatisticsError(
                 f"pair sums of {self.heads} heads x {self.width} and of {other.heads} x {other.width} do not add"
             )
-        both = PairSums(self.heads, self.kv_heads, self.width)
+        both = self.empty()
         both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
         both.raw, both.weighted = self.raw + other.raw, self.weighted + other.weighted
+        both.lengths, both.attended = self.lengths + other.lengths, self.attended + other.attended
         return both
 
     def state(self) -> dict[str, Tensor]:
         counts = torch.tensor([self.samples, self.tokens])
-        return {"counts": counts, "raw": self.raw, "weighted": self.weighted}
+        state = {"counts": counts, "raw": self.raw, "weighted": self.weighted}
+        return {**state, "lengths": self.lengths, "attended": self.attended} if self.normed else state
 
     @classmethod
     def from_state(cls, heads: int, kv_heads: int, width: int, state: dict[str, Tensor]) -> PairSums:
         sums = cls(heads, kv_heads, width)
         sums.samples, sums.tokens = (int(count) for count in state["counts"])
         sums.raw, sums.weighted = state["raw"].double(), state["weighted"].double()
+        if "lengths" in state and "attended" in state:
+            sums.lengths, sums.attended = state["lengths"].double(), state["attended"].double()
+            if len(sums.lengths) != heads + kv_heads:
+                raise StatisticsError(f"lengths of {len(sums.lengths)} heads, but there are {heads} + {kv_heads}")
         return sums
 
     @staticmethod
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
-        return {"counts": (2,), "raw": (heads, width, width), "weighted": (heads, width, width)}
+        sums = {"counts": (2,), "raw": (heads, width, width), "weighted": (heads, width, width)}
+        return {**sums, "lengths": (-1, width + 1, width + 1), "attended": (heads,)}
 
 
 def looked_at_of(n: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from corp.files import write_tensors
 from corp.numerics.place import Place
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)
+OPTIONAL = ("kron", "lengths", "attended")  # tensors that some sums have and others not
 AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"
 
 
@@ -120,7 +121,7 @@ def read_sums(path: Path, entry: Entry) -> AnySums:
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
-            missing = {name for name in shapes if not name.endswith("kron")} - names
+            missing = {name for name in shapes if not name.endswith(OPTIONAL)} - names
             if missing or not names <= set(shapes):
                 raise StatisticsError(f"{path} does not hold the sums it should: {sorted(missing or names)[:3]}")
             for name in names:

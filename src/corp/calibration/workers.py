@@ -18,6 +18,18 @@ Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 
+@contextmanager
+def _reached() -> Iterator[None]:
+    """A worker that was killed closes its connections, which the others notice at once."""
+    try:
+        yield
+    except RuntimeError as error:
+        first, _, _ = str(error).partition("\n")
+        raise CorpError(
+            f"another worker ended or cannot be reached ({first}); nothing is half-written: run the same command again"
+        ) from error
+
+
 class Workers:
     """This process among `world` of them. One process alone is the case world = 1, and needs no torch.distributed."""
 
@@ -32,9 +44,7 @@ class Workers:
         """All workers learn whether any of them failed, and then raise the same error."""
         if self.world == 1:
             return
-        said: list[str | None] = [None] * self.world
-        dist.all_gather_object(said, problem, group=self._group)
-        failed = [f"worker {rank}: {text}" for rank, text in enumerate(said) if text]
+        failed = [f"worker {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
         if failed:
             raise StatisticsError(f"the run failed on {len(failed)} of {self.world} workers; {failed[0]}")
 
@@ -43,7 +53,8 @@ class Workers:
         if self.world == 1:
             return [value]
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
+        with _reached():
+            dist.all_gather_object(values, value, group=self._group)
         return list(values)
 
     def map(self, work: Callable[[Item], Made], items: Sequence[Item], cost: Callable[[Item], float]) -> list[Made]:
@@ -87,6 +98,7 @@ class Workers:
             sums = added(sums, entry.build(self._receive(source)))
         return sums
 
+    @_reached()
     def _send(self, sums: AnySums, to: int) -> None:
         tensors = {name: t.cpu().contiguous() for name, t in sums.tensors().items()}
         header = [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
@@ -95,6 +107,7 @@ class Workers:
             if tensor.numel():
                 dist.send(tensor, dst=to, group=self._group)
 
+    @_reached()
     def _receive(self, source: int) -> dict[str, Tensor]:
         box: list[Any] = [None]
         dist.recv_object_list(box, src=source, group=self._group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from corp.cli.console import command, note, show_json, show_table
 from corp.cli.contenders import Contender, explain, gather
 from corp.cli.models import CAUSAL, ENCODER, kind_of
 from corp.cli.sources import sequence_length
-from corp.errors import CorpWarning, ModelError
+from corp.errors import ModelError, warn
 from corp.measure import timing
 from corp.measure.footprint import Sizes, measure_sizes
 
@@ -91,7 +90,7 @@ def bench(
         return
     _show(measured, gains, settings)
     for text in causes:
-        warnings.warn(text, CorpWarning, stacklevel=1)
+        warn(text)
 
 
 def common_shape(contenders: list[Contender], given: str | None) -> tuple[int, ...]:

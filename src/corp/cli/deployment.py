@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from corp.calibration.statistics import Statistics
 from corp.cli.arguments import Deployment, Source
 from corp.cli.console import Console, note, progress, show_table
 from corp.cli.inputs import calibrated
-from corp.errors import CorpError, CorpWarning, DataError
+from corp.errors import CorpError, DataError, warn
 from corp.evaluate.shift import measure_shift
 from corp.evaluate.shift_result import COLUMNS, Shift
 from corp.planning.plan import Plan
@@ -67,7 +66,7 @@ class DeploymentWatch(Console):
         with progress("comparing with deployment", len(plan.sites), "sites") as advance:
             shift = measure_shift(self.dense, self.stats, self.seen, plan, progress=advance)
         if (message := shift.warning()) is not None:
-            warnings.warn(message, CorpWarning, stacklevel=2)
+            warn(message)
         return shift
 
 

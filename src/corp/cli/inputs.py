@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from corp.cli.arguments import Source
 from corp.cli.console import Console, note, progress
 from corp.cli.models import load_model, place
 from corp.cli.sources import calibration_batches
-from corp.errors import CorpWarning, DataError
+from corp.errors import DataError, warn
 from corp.files import refuse_existing
 from corp.measure.cost import count_params
 from corp.observer import SILENT
@@ -140,11 +139,9 @@ def warn_of_little_space(out: Path, model: nn.Module) -> None:
     there = next(folder for folder in out.absolute().parents if folder.exists())
     free, size = shutil.disk_usage(there).free, sum(p.numel() * p.element_size() for p in model.parameters())
     if free < size:
-        warnings.warn(
+        warn(
             f"{free / 1e6:.0f} MB are free where {out} goes, and the dense model takes {size / 1e6:.0f} MB; "
-            "free some space, or write elsewhere with -o",
-            CorpWarning,
-            stacklevel=2,
+            "free some space, or write elsewhere with -o"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from corp.cli import models
 from corp.cli.arguments import Source
 from corp.cli.console import note
-from corp.errors import CorpWarning, DataError
+from corp.errors import DataError, warn
 
 if TYPE_CHECKING:
     from corp.data.images import ImageBatches
@@ -96,7 +95,7 @@ def warn_of_odd_images(paths: list[Path]) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, CorpWarning, stacklevel=2)
+    warn(message)
 
 
 def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches:

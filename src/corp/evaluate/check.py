@@ -21,9 +21,11 @@ from corp.api import calibrate
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.calibration.hooks import Collector
 from corp.calibration.settings import Settings
+from corp.calibration.statistics import Statistics
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
+from corp.evaluate.replay import Inputs
 from corp.numerics.affine import output_energy
 from corp.planning.plan import Plan, SitePlan
 from corp.sites import (
@@ -40,6 +42,7 @@ from corp.sites import (
 )
 from corp.surgery.apply import match
 from corp.surgery.attention import Parts
+from corp.surgery.normed_check import normed_errors
 from corp.surgery.opened import opened
 from corp.surgery.self_check import Finding, errors_in, narrowed_rows
 
@@ -108,7 +111,8 @@ def check(
                         moments = stats.moments_of(site.name).total()
                         W = projection_at(dense, site.down).weight.cpu().double()
                         energy = output_energy(W, moments.mean, moments.cov())
-                finding = Finding(site.name, site.kind, expected, measured, energy, epsilon)
+                estimated = _estimated(dense, pruned, site, rows, stats, plan, site_plan)
+                finding = Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
                 checked.append(Checked(site_plan.relative_error, finding))
             if progress:
                 progress(1)
@@ -124,6 +128,21 @@ def require_equal(checked: Sequence[Checked]) -> None:
             f"{first.expected:.3%} of its output here and loses {first.measured:.3%}; the model is damaged, or "
             "something (a hook, a wrapper, another version of its library) changes what its modules compute"
         )
+
+
+def _estimated(
+    dense: nn.Module,
+    pruned: nn.Module,
+    site: Site,
+    rows: dict[str, Rows] | None,
+    stats: Statistics,
+    plan: Plan,
+    site_plan: SitePlan,
+) -> float:
+    """The part of a site's expected error that sums give to first order only."""
+    if not isinstance(site, AttentionSite) or site.norm is None or rows is None:
+        return 0.0
+    return normed_errors(dense, pruned, site, rows, stats, plan, site_plan)[1]
 
 
 def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:
@@ -146,6 +165,8 @@ def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_p
         parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
         if site.rotary:
             parts["kept"] = torch.stack(site_plan.indices())
+        if site.norm is not None:
+            parts["norms"] = [pruned.get_submodule(name) for name in (site.norm.q, site.norm.k)]
         new = (
             site.build.layers(dense, parts)
             if site.padded
@@ -188,10 +209,12 @@ def _output_error(
     old, new = (projection_at(model, site.down) for model in (dense, pruned))
     total, tokens = 0.0, 0
     for batch in batches:
-        x = _inputs(dense, site, batch, forward)
+        given = Inputs.of(site)
+        with given.recorded(dense):
+            x = _inputs(dense, site, batch, forward)
         if not len(x):
             continue
-        with swap():
+        with swap(), given.replayed(dense):
             x_new = _inputs(dense, narrow, batch, forward)
         if isinstance(site, ValueSite) and site.padded:
             y, y_new = F.linear(x, *old), pruned.get_submodule(site.down)(x_new)  # which picks what is left
@@ -215,15 +238,18 @@ def _logit_error(
     assert isinstance(narrow, AttentionSite)
     heads = rotated_heads_at if site.rotary and not site.padded else heads_at
     for batch in batches:
-        once = partial(feed, dense, batch, forward)
-        before = heads_at(dense, site, once)
-        with swap():
-            errors.add(before, heads(dense, site if site.padded else narrow, once))  # padded ones are as wide as before
+        once, given = partial(feed, dense, batch, forward), Inputs.of(site)
+        with given.recorded(dense):
+            before = heads_at(dense, site, once)
+        with swap(), given.replayed(dense):
+            after = heads(dense, site if site.padded else narrow, once)  # padded ones are as wide as before
+        for call in zip(before, after, strict=True):
+            errors.add(*call)
     return errors.total
 
 
 def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | None) -> Tensor:
-    """What goes into the site's second layer, real tokens only (N, D)."""
+    """What goes into the site's second layer, in all calls, real tokens only (N, D)."""
     seen: list[Tensor] = []
 
     def see(x: Tensor, mask: Tensor | None) -> None:
@@ -237,4 +263,4 @@ def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | N
         return torch.empty(0, site.width)  # no token of this batch is routed to it
     if not seen:
         raise ModelError(f"nothing passed {site.down}: these batches do not reach it")
-    return seen[0]
+    return torch.cat(seen)

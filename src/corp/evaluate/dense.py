@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from math import sqrt
 from typing import NamedTuple, Protocol, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating, move, placement
-from corp.errors import CorpWarning, DataError, ModelError
+from corp.errors import DataError, ModelError, warn
 from corp.evaluate.heads import DEPTH, IGNORE
 from corp.measure.intervals import Interval, Z
 
@@ -101,11 +100,9 @@ class Depth:
     def _warn_of_units(self) -> None:
         p, t = torch.tensor(self.medians, dtype=torch.float64).median(0).values.tolist()
         if t > FAR_OFF * max(p, 0.0) or p > FAR_OFF * t:
-            warnings.warn(
+            warn(
                 f"the median depth is {t:.4g} in the maps and {p:.4g} in the predictions: are both in metres? "
-                "Maps in millimetres need a depth scale of 1000",
-                CorpWarning,
-                stacklevel=3,
+                "Maps in millimetres need a depth scale of 1000"
             )
 
 

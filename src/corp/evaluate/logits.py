@@ -37,9 +37,11 @@ class Heads(NamedTuple):
 
 
 class _Watcher(Collector):
-    """Takes queries and keys as calibration would."""
+    """Takes queries and keys as calibration would, call by call."""
 
-    seen: Heads | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen: list[Heads] = []
 
     def add(
         self,
@@ -50,28 +52,29 @@ class _Watcher(Collector):
         k_mask: Tensor | None,
         causal: bool,
         angles: tuple[Tensor, Tensor] | None = None,
+        features: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
         if site.rotary and angles:
             q, k = (turned_heads(x, site.rotary.dims, *angles) for x in (q, k))
         else:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        self.seen = Heads(q, k, q_mask, k_mask, causal)
+        self.seen.append(Heads(q, k, q_mask, k_mask, causal))
 
 
-def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
-    """The queries and keys of the attention that `site` points at, in one forward pass."""
+def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:
+    """The queries and keys of the attention that `site` points at, of every call in one forward pass."""
     watcher = _Watcher([site], {})
     with watcher.hooks(model) as handles:
         handles += watcher.watch_queries(model, site)
         run()
-    if watcher.seen is None:
+    if not watcher.seen:
         raise ModelError(f"nothing passed {site.name}: these batches do not reach it")
     return watcher.seen
 
 
-def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> Heads:
-    """The queries and keys of a narrowed rotary attention, which rotates its heads itself."""
+def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:
+    """The same of a narrowed rotary attention, which rotates its heads itself."""
     assert site.rotary is not None
     assert site.rotary.argument is not None
     argument, module = site.rotary.argument, model.get_submodule(site.attention)
@@ -84,7 +87,7 @@ def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], An
 
     with removing([module.register_forward_pre_hook(here(before), with_kwargs=True)]):
         run()
-    return seen[0]
+    return seen
 
 
 class LogitErrors:

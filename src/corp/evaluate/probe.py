@@ -7,7 +7,6 @@ balance, which predicts it everywhere. Newton's method on the logistic loss was 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating, move, placement
-from corp.errors import CorpWarning, DataError
+from corp.errors import DataError, warn
 from corp.evaluate.heads import DEPTH, LEAST_DEPTH, HeadInfo, LinearHead, patch_map
 from corp.numerics.refit import RIDGES, Correction, GapMoments, choose_ridge, fit_gap, gap_left
 
@@ -155,11 +154,7 @@ def _checked_depth(medians: list[float]) -> float:
         raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
     depth = float(torch.tensor(medians).median())
     if depth > DEEPEST:
-        warnings.warn(
-            f"the median depth is {depth:.4g}: are the maps in metres? Millimetres need a depth scale of 1000",
-            CorpWarning,
-            stacklevel=4,
-        )
+        warn(f"the median depth is {depth:.4g}: are the maps in metres? Millimetres need a depth scale of 1000")
     return depth
 
 

@@ -154,7 +154,7 @@ def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None =
 
 
 def _descend(operator: Operator, rhs: Tensor, lam: float, tolerance: float, iterations: int) -> Tensor | None:
-    """Conjugate gradients; None if so many were not enough."""
+    """Conjugate gradients; None if so many were not enough, or the operator is not positive definite."""
     inverse = _preconditioner([C.to(rhs) for C in operator.factors()], lam)
     X, residual = torch.zeros_like(rhs), rhs.clone()
     z = inverse(residual)
@@ -164,7 +164,10 @@ def _descend(operator: Operator, rhs: Tensor, lam: float, tolerance: float, iter
         if size <= enough:
             return X
         image = operator.apply(direction).add_(direction, alpha=lam)
-        step = size / float((direction * image).sum())
+        curvature = float((direction * image).sum())
+        if curvature <= 0:  # the sums are not positive definite, or nothing varies along what is left
+            return None
+        step = size / curvature
         X.add_(direction, alpha=step)
         residual.sub_(image, alpha=step)
         z = inverse(residual)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
-from typing import NamedTuple, TypeAlias
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from corp.calibration.statistics import Statistics
 from corp.numerics import logit, rank, rotary, subspace
 from corp.numerics.kronecker import ENOUGH
 from corp.observer import timed
-from corp.planning.fitting import fit_head, fit_rotated, head_system, split
-from corp.planning.plan import GroupCost, HeadMaps, SitePlan
+from corp.planning.fitting import fit_head, head_system, split
+from corp.planning.normed import NormedPairs, require_lengths
+from corp.planning.pairs import Pairs
+from corp.planning.parts import Maps, Part, Shares, held_out, share, together
+from corp.planning.plan import GroupCost, HeadMaps, NormFold, SitePlan
 from corp.planning.widths import rotated_part
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import AttentionSite
-
-Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data
 
 
 class HeadSums(NamedTuple):
@@ -39,13 +40,6 @@ class HeadSums(NamedTuple):
         return cls(pairs, stats.grams_of(site.plain_name) if site.plain_width else None)
 
 
-class Maps(NamedTuple):
-    """What turns rows of the R query heads that share a key head, and that head's own, into the kept ones."""
-
-    q: list[Tensor]  # R of (e, d)
-    k: Tensor  # (e, d)
-
-
 def plan_attention(
     site: AttentionSite, keep: int, sums: HeadSums, recipe: Recipe, pairs: Tensor | None = None
 ) -> SitePlan:
@@ -54,7 +48,9 @@ def plan_attention(
     `pairs` are the rotary pairs that every head of the model keeps, if they were chosen together.
     """
     parts = _parts(site, keep, sums, recipe, pairs=pairs)
-    costs = tuple(_together([part.cost(g) for part in parts]) for g in range(site.groups))
+    costs = tuple(together([part.cost(g) for part in parts]) for g in range(site.groups))
+    if site.norm is not None and pairs is not None:
+        require_lengths(site, costs)
     return _site_plan(site, keep, parts, recipe, costs)
 
 
@@ -92,7 +88,7 @@ def _all_pairs(sums: PairSums, weighted: bool) -> Tensor:
 
 
 def _site_plan(
-    site: AttentionSite, keep: int, parts: Sequence[_Part], recipe: Recipe, costs: tuple[GroupCost, ...]
+    site: AttentionSite, keep: int, parts: Sequence[Part], recipe: Recipe, costs: tuple[GroupCost, ...]
 ) -> SitePlan:
     kept = tuple(tuple(i for part in parts for i in part.kept(g)) for g in range(site.groups))
     asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
@@ -100,14 +96,23 @@ def _site_plan(
     return SitePlan(site.name, "attn", site.width, asked, kept, False, costs, recipe.ridge, basis, fold)
 
 
-def _head_maps(site: AttentionSite, parts: Sequence[_Part]) -> HeadMaps:
+def _head_maps(site: AttentionSite, parts: Sequence[Part]) -> HeadMaps:
     queries: list[Tensor] = []
     keys: list[Tensor] = []
+    norms: list[NormFold] = []
     for g in range(site.groups):
         maps = [part.maps(g) for part in parts]
         queries += [torch.block_diag(*each) for each in zip(*(part.q for part in maps), strict=True)]
         keys.append(torch.block_diag(*(part.k for part in maps)))
-    return HeadMaps(tuple(queries), tuple(keys))
+        norms += [part.norm for part in maps if part.norm is not None]
+    return HeadMaps(tuple(queries), tuple(keys), _joined(norms))
+
+
+def _joined(norms: Sequence[NormFold]) -> NormFold | None:
+    """Those of all groups as one; None where heads are not normalised."""
+    if not norms:
+        return None
+    return NormFold(*(tuple(chain.from_iterable(parts)) for parts in zip(*norms, strict=True)))
 
 
 def _basis(site: AttentionSite, recipe: Recipe) -> str:
@@ -123,15 +128,16 @@ def _parts(
     *,
     pairs: Tensor | None = None,
     nested: Sequence[subspace.Subspace] | None = None,
-) -> list[_Part]:
+) -> list[Part]:
     """The rotated dimensions, and the others; `chosen` are the dimensions that every group keeps, if known."""
     pairs_kept = rotated_part(site, keep) // 2 if site.rotary else 0
     dims = site.rotary_dims
-    parts: list[_Part] = []
+    parts: list[Part] = []
     if sums.pairs is not None:
         given = None if chosen is None else [kept[kept < dims // 2] for kept in chosen]
         given = given if pairs is None else [pairs] * site.groups
-        parts.append(_Pairs(sums.pairs, pairs_kept, recipe, given))
+        made = (sums.pairs, pairs_kept, recipe)
+        parts.append(NormedPairs(*made, site.norm.eps, given) if site.norm else Pairs(*made, given))
     if sums.grams is not None:
         if _basis(site, recipe) == SUBSPACE:
             parts.append(_Subspaces(sums.grams, site, keep - 2 * pairs_kept, recipe, nested))
@@ -141,79 +147,7 @@ def _parts(
     return parts
 
 
-class _Part:
-    """Some dimensions of every key head; what it keeps, how its rows are mapped and what that costs."""
-
-    @abstractmethod
-    def kept(self, g: int) -> list[int]: ...
-
-    @abstractmethod
-    def maps(self, g: int) -> Maps: ...
-
-    @abstractmethod
-    def cost(self, g: int) -> GroupCost: ...
-
-
-class _Pairs(_Part):
-    """The rotated dimensions of all heads: `keep` pairs of every key head; every query head is corrected by itself."""
-
-    def __init__(
-        self, sums: SiteSums[PairSums], keep: int, recipe: Recipe, given: Sequence[Tensor] | None = None
-    ) -> None:
-        self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
-        self.whole = sums.total()
-        self.weighted = recipe.rank == "exact"
-        self.choose, self.fits = cache(self._choose), cache(self._fits)  # of this plan: the maps and the cost ask
-
-    def _choose(self, g: int) -> tuple[Tensor, Tensor]:
-        if self.given is not None:
-            return self.given[g], split(self.whole.width // 2, self.given[g])
-        moments = self.whole.group(g, weighted=self.weighted)  # (R, d, d)
-        with timed("rank"):
-            if self.weighted:
-                return rotary.eliminate(moments, self.keep)
-            return rank.top(torch.stack([rotary.pair_energy(A) for A in moments]).sum(0), self.keep)
-
-    def _fits(self, g: int) -> list[tuple[rotary.PairSystem, Tensor]]:
-        """The system and the solution (a, b) of every query head."""
-        with timed("compensate"):
-            systems = [rotary.pair_system(A, *self.choose(g)) for A in self.whole.group(g, weighted=self.weighted)]
-            return [(system, fit_rotated(system, self.recipe.compensate, self.recipe.ridge)) for system in systems]
-
-    def kept(self, g: int) -> list[int]:
-        first = self.choose(g)[0]
-        return [*first.tolist(), *(first + self.whole.width // 2).tolist()]
-
-    def maps(self, g: int) -> Maps:
-        kept, width = self.choose(g)[0], self.whole.width
-        return Maps([rotary.pair_map(kept, width, fit) for _, fit in self.fits(g)], rotary.pair_map(kept, width))
-
-    def cost(self, g: int) -> GroupCost:
-        moments = self.whole.group(g, weighted=self.weighted)
-        unseen = (
-            self._judge(g)
-            if self.recipe.compensate == "full" and _held_out(self.sums)
-            else [(None, None)] * len(moments)
-        )
-        return _together(
-            [
-                GroupCost(*rotary.distortion(system, fit), rotary.logit_energy(A), *shares)
-                for A, (system, fit), shares in zip(moments, self.fits(g), unseen, strict=True)
-            ]
-        )
-
-    def _judge(self, g: int) -> list[Shares]:
-        """Every query head fitted without the held-out samples: what is left on its own data and on theirs."""
-        found: list[Shares] = []
-        both = [part.group(g, weighted=self.weighted) for part in (self.sums.fit, self.sums.held)]
-        for pair in zip(*both, strict=True):
-            seen, unseen = (rotary.pair_system(A, *self.choose(g)) for A in pair)
-            fit = rotary.fit_pairs(seen, ridge=self.recipe.ridge)
-            found.append((_share(rotary.error(seen, fit), seen.T), _share(rotary.error(unseen, fit), unseen.T)))
-        return found
-
-
-class _Dimensions(_Part):
+class _Dimensions(Part):
     """Dimensions that are not rotated: `keep` of every key head, the same for the query heads that share it."""
 
     def __init__(
@@ -256,8 +190,8 @@ class _Dimensions(_Part):
         return Maps(queries, logit.head_map(kept, self.width, sides[0][1]))
 
     def cost(self, g: int) -> GroupCost:
-        judged = self.recipe.compensate == "full" and _held_out(self.sums)
-        return _together(
+        judged = self.recipe.compensate == "full" and held_out(self.sums)
+        return together(
             [
                 GroupCost(
                     *logit.distortion(system, M),
@@ -271,10 +205,10 @@ class _Dimensions(_Part):
     def _judge(self, g: int, h: int) -> Shares:
         seen, unseen = (head_system(part.head(h), *self.choose(g)) for part in (self.sums.fit, self.sums.held))
         M = fit_head(seen, "full", self.recipe.ridge)
-        return _share(logit.error(seen, M), seen.T), _share(logit.error(unseen, M), unseen.T)
+        return share(logit.error(seen, M), seen.T), share(logit.error(unseen, M), unseen.T)
 
 
-class _Subspaces(_Part):
+class _Subspaces(Part):
     """Dimensions that are not rotated, as the best subspace: its directions are numbered, and the first are kept."""
 
     def __init__(
@@ -310,14 +244,14 @@ class _Subspaces(_Part):
 
     def cost(self, g: int) -> GroupCost:
         fit = self.fit(g)
-        judged = self.recipe.compensate == "full" and _held_out(self.sums)
+        judged = self.recipe.compensate == "full" and held_out(self.sums)
         unseen = self._judge(g) if judged else [(None, None)] * self.shared
         costs = []
         for i, h in enumerate(self.heads(g)):
             head = self.head(h)
             distortion = subspace.distortion(head, fit.A[i], fit.B)
             costs.append(GroupCost(*distortion, float(head.energy().sum()), *unseen[i]))
-        return _together(costs)
+        return together(costs)
 
     def _judge(self, g: int) -> list[Shares]:
         """Fitted without the held-out samples, in float32: the shares left on its own data and on theirs."""
@@ -325,10 +259,10 @@ class _Subspaces(_Part):
         seen, unseen = ([part.head(h, centred=True).single() for h in self.heads(g)] for part in both)
         A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
 
-        def share(head: HeadGrams, a: Tensor) -> float | None:
-            return _share(subspace.error(head, a, B), subspace.dropped(head, self.keep))
+        def left(head: HeadGrams, a: Tensor) -> float | None:
+            return share(subspace.error(head, a, B), subspace.dropped(head, self.keep))
 
-        return [(share(s, a), share(u, a)) for s, u, a in zip(seen, unseen, A, strict=True)]
+        return [(left(s, a), left(u, a)) for s, u, a in zip(seen, unseen, A, strict=True)]
 
 
 def nested_maps(site: AttentionSite, grams: Grams) -> list[subspace.Subspace]:
@@ -345,25 +279,3 @@ def fit_group(grams: Grams, heads: range, keep: int, ridge: float, *, exact_step
 
 def _fit_heads(sums: Sequence[HeadGrams], keep: int, ridge: float, exact_steps: bool) -> subspace.Subspace:
     return subspace.fit_subspace(sums, keep, ridge=ridge, sweeps=int(exact_steps), tolerance=ENOUGH)
-
-
-def _held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:
-    return sums.fit.samples > 0 and sums.held.samples > 0
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
-
-
-def _together(costs: Sequence[GroupCost]) -> GroupCost:
-    """The cost of what is kept together; shares are weighted by what was lost."""
-    if len(costs) == 1:
-        return costs[0]
-    J, J_star, lost, energy = (sum(getattr(c, name) for c in costs) for name in ("J", "J_star", "J_uncomp", "energy"))
-    rho2 = min(1.0, max(0.0, 1 - J_star / lost)) if lost > 0 else 1.0
-    unseen = []
-    for name in ("fit", "held"):
-        known = [(getattr(c, name), c.J_uncomp) for c in costs if getattr(c, name) is not None]
-        weight = sum(w for _, w in known)
-        unseen.append(sum(x * w for x, w in known) / weight if weight > 0 else None)
-    return GroupCost(J, J_star, lost, rho2, energy, *unseen)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning
+from corp.errors import warn
 from corp.planning.plan import SitePlan
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
@@ -19,14 +18,14 @@ def warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
     if few:
         site = few[0]
         what = {"mlp": "channels", "attn": "dimensions per head", "vo": "value dimensions"}[site.kind]
-        _warn(
+        warn(
             f"{_and_others(few)}: {_tokens(site, stats)} tokens for {_fitted_on(site)} kept {what}; "
             f"a stable fit needs at least {2 * _fitted_on(site)}. Calibrate on more samples"
         )
     weak = sorted((site for site in sites if site.overfit > OVERFIT and site not in few), key=lambda s: -s.overfit)
     if weak:
         enough = math.ceil(stats.samples * weak[0].overfit / OVERFIT)
-        _warn(
+        warn(
             f"{_and_others(weak)}: the error is {weak[0].overfit:.0%} larger on data that was not fitted; "
             f"about {enough} samples (now {stats.samples}) would bring that to {OVERFIT:.0%}"
         )
@@ -50,7 +49,3 @@ def _tokens(site: SitePlan, stats: Statistics) -> int:
         return sums.fit.n + sums.held.n
     attention: Any = stats.sums[site.name]
     return int(attention.fit.tokens + attention.held.tokens)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CorpWarning, stacklevel=4)

@@ -16,6 +16,7 @@ from torch import Tensor
 from corp.errors import PlanError
 from corp.files import read_json, write_text
 from corp.numerics.affine import Folded
+from corp.numerics.lengths import Length
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
@@ -33,7 +34,8 @@ class GroupCost:
     samples.
     `energy` is the same norm of the full output, so J / energy is a relative error. `fit` and `held` are the shares
     of what was removed that a fit without the held-out data leaves unexplained on its own data and on that; None
-    where nothing was held out or fitted.
+    where nothing was held out or fitted. `length` is the largest relative error of a head's length that a narrower
+    QK-norm predicts, in the root mean square over tokens, on held-out data if there is some; None without such a norm.
     """
 
     J: float
@@ -43,6 +45,7 @@ class GroupCost:
     energy: float
     fit: float | None = None
     held: float | None = None
+    length: float | None = None
 
     @property
     def overfit(self) -> float:
@@ -62,11 +65,23 @@ class LinearFold(NamedTuple):
     maps: tuple[Tensor, ...] = ()
 
 
+class NormFold(NamedTuple):
+    """What replaces the norms of queries and keys: predicted lengths, and the corrections of pairs that follow.
+
+    `ab` (e,) of every query head is that of numerics.rotary.
+    """
+
+    ab: tuple[Tensor, ...]
+    q: tuple[Length, ...]
+    k: tuple[Length, ...]
+
+
 class HeadMaps(NamedTuple):
     """What turns the rows of every query head, and of every key head, into its new ones, (e, d) each."""
 
     q: tuple[Tensor, ...]
     k: tuple[Tensor, ...]
+    norm: NormFold | None = None
 
 
 Fold: TypeAlias = LinearFold | HeadMaps
@@ -95,6 +110,9 @@ class SitePlan:
     def to_dict(self) -> dict[str, Any]:
         content = asdict(replace(self, fold=None))
         del content["fold"]
+        content["costs"] = [
+            {k: v for k, v in cost.items() if k != "length" or v is not None} for cost in content["costs"]
+        ]
         return {**content, "keep": self.keep, "achieved": self.achieved}
 
     @property
@@ -123,6 +141,11 @@ class SitePlan:
         """The groups' overfitting, weighted by what they lost."""
         lost = sum(c.J_uncomp for c in self.costs)
         return sum(c.overfit * c.J_uncomp for c in self.costs) / lost if lost > 0 else 0.0
+
+    @property
+    def length_error(self) -> float | None:
+        """The largest relative error of a length that QK-norm divides by; None where there is no such norm."""
+        return max((c.length for c in self.costs if c.length is not None), default=None)
 
     def indices(self) -> list[Tensor]:
         return [torch.tensor(group, dtype=torch.long) for group in self.kept]
@@ -277,7 +300,7 @@ def _output(raw: object) -> OutputPlan:
 
 def _cost(raw: Mapping[str, Any], where: str) -> GroupCost:
     numbers = {key: _number(raw, key, where) for key in ("J", "J_star", "J_uncomp", "rho2", "energy")}
-    optional = {key: _number(raw, key, where) for key in ("fit", "held") if raw.get(key) is not None}
+    optional = {key: _number(raw, key, where) for key in ("fit", "held", "length") if raw.get(key) is not None}
     return GroupCost(**numbers, **optional)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from corp.errors import PlanError, RecipeError
 from corp.recipe import AUTO, Recipe, kept_width
-from corp.sites import AttentionSite, MLPSite, Site, Sites, ValueSite
+from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
 
 EXPERTS = 8  # of a number that has two bytes or more
 
@@ -46,6 +47,8 @@ def narrowed(site: Site, sparsity: float, multiple: int = 1) -> int:
     """Rotated dimensions come in whole pairs, and rotated and others lose the same share."""
     if not isinstance(site, AttentionSite):
         return kept_width(site.width, sparsity, multiple)
+    if site.least:
+        sparsity = min(sparsity, 1 - site.least / site.width)
     plain = kept_width(site.plain_width, sparsity, multiple) if site.plain_width else 0
     rotated = 2 * kept_width(site.rotary_dims // 2, sparsity, -(-multiple // 2)) if site.rotary_dims else 0
     return rotated + plain
@@ -73,6 +76,8 @@ def require_prunable(sites: Sites, recipe: Recipe) -> None:
     """Refuse a request for sites that cannot be pruned, unless they are skipped; a target asks for none by name."""
     if not isinstance(recipe, Recipe):
         raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+    if not len(sites) and sites.output is None:
+        raise PlanError(f"nothing in this model can be pruned: {_reasons(sites.refused)}")
     names = [entry.name for entry in (*sites, *sites.refused)]
     for glob in (*recipe.skip, *recipe.overrides):
         if not any(fnmatchcase(name, glob) for name in names):
@@ -82,7 +87,13 @@ def require_prunable(sites: Sites, recipe: Recipe) -> None:
         return
     refused = [r for r in sites.refused if recipe.sparsity(r.kind, r.name) > 0 and not recipe.skips(r.name)]
     if refused:
-        reasons = "; ".join(f"{r.name} ({r.kind}): {r.reason}" for r in refused[:3])
-        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
-        raise PlanError(f"cannot prune {reasons}{more}. Leave them alone with skip=[...] over their names, or {kinds}")
+        raise PlanError(
+            f"cannot prune {_reasons(refused)}. Leave them alone with skip=[...] over their names, or {kinds}"
+        )
+
+
+def _reasons(refused: Sequence[Refusal]) -> str:
+    """The first few refusals, and how many more there are."""
+    some = "; ".join(f"{r.name} ({r.kind}): {r.reason}" for r in refused[:3])
+    return f"{some} and {len(refused) - 3} more" if len(refused) > 3 else some

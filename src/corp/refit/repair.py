@@ -7,7 +7,6 @@ part of the gap that is linear in its input (numerics.refit); the next one sees 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
-from corp.errors import CorpWarning, DataError, ModelError, PlanError
+from corp.errors import DataError, ModelError, PlanError, warn
 from corp.numerics.affine import Folded
 from corp.numerics.place import Place, in_float64
 from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
@@ -217,11 +216,9 @@ class Repair:
 def warn_of_few(sites: Sequence[str]) -> None:
     """Say that these sites were refitted on too little, if there are any."""
     if sites:
-        warnings.warn(
+        warn(
             f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; "
-            "give it more sequential_samples, and calibrate on more",
-            CorpWarning,
-            stacklevel=5,
+            "give it more sequential_samples, and calibrate on more"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -77,6 +77,11 @@ class Sites(Tabular):
         kept = [site for site in self if site.name not in lost]
         refused = [*self.refused, *lost.values()]
         return Sites(kept, refused, self.adapter, self.output, self.layers, self.proven - set(lost))
+
+    def replacing(self, sites: Mapping[str, Site]) -> Sites:
+        """With these sites in place of those of the same names."""
+        found = [sites.get(site.name, site) for site in self]
+        return Sites(found, list(self.refused), self.adapter, self.output, self.layers, self.proven)
 
     def get(self, name: str) -> Site | None:
         return self._by_name.get(name)

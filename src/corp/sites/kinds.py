@@ -156,6 +156,19 @@ class ValueSite:
 
 
 @dataclass(frozen=True)
+class QKNorm:
+    """The modules `q` and `k` divide each head x (d,) by its length: x (shift + weight) / sqrt(mean x^2 + eps).
+
+    They stand between the projections and the rotation. Their weights (d,) are shared by all heads.
+    """
+
+    q: str
+    k: str
+    eps: float
+    shift: float = 0.0
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
 
@@ -164,7 +177,8 @@ class AttentionSite:
     `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
     keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
     of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
-    `scale` is what logits are multiplied by before the softmax; rotary sites need it.
+    `scale` is what logits are multiplied by before the softmax; rotary sites need it. `norm`: whole heads are
+    normalised before they are rotated. At least `least` dimensions per head are kept.
     """
 
     name: str
@@ -180,6 +194,8 @@ class AttentionSite:
     rotary: Rotary | None = None
     scale: float = 1.0
     padded: bool = False
+    norm: QKNorm | None = None
+    least: int = 0
     kind: ClassVar[str] = "attn"
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from corp.errors import ModelError
 from corp.sites.found import Sites
-from corp.sites.kinds import AttentionSite, Rows
+from corp.sites.kinds import AttentionSite, QKNorm, Rows
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -75,6 +75,14 @@ def projection_of(module: Any) -> Projection:
 def rows_of(model: nn.Module, rows: Rows) -> Projection:
     """The part of a linear map that `rows` points at."""
     return _cut(_at(model.get_submodule(rows.module), rows), rows)
+
+
+def gains_of(model: nn.Module, norm: QKNorm) -> tuple[Tensor, Tensor]:
+    """What the norms of queries and of keys multiply every dimension of a head by, (d,) each, in float32 at least."""
+    modules: list[Any] = [model.get_submodule(name) for name in (norm.q, norm.k)]
+    weights = [module.weight.detach() for module in modules]
+    q, k = (w.to(torch.promote_types(w.dtype, torch.float32)) + norm.shift for w in weights)
+    return q, k
 
 
 def _at(module: nn.Module, rows: Rows) -> Projection:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from corp.allocation.budget import Sample, one_sample
 from corp.calibration import workers
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning
+from corp.errors import warn
 from corp.observer import SILENT, Observer, timed
 from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import cost_of, fold_site
@@ -52,10 +51,8 @@ def _with_folds(dense: Dense, stats: Statistics, plan: Plan) -> Plan:
 def packed(result: Result) -> Result:
     """The result with experts packed as its library has them, as far as they are alike."""
     if left := pack(result.model):
-        warnings.warn(
+        warn(
             f"{left[0]}: its experts have different widths or new biases, so they cannot be packed and run one by one"
-            + (f"; so do {len(left) - 1} more" if len(left) > 1 else ""),
-            CorpWarning,
-            stacklevel=3,
+            + (f"; so do {len(left) - 1} more" if len(left) > 1 else "")
         )
     return result

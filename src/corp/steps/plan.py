@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from corp.allocation.allocator import Allocation, Allocator
 from corp.allocation.budget import Sample
 from corp.allocation.search import search
@@ -11,7 +9,7 @@ from corp.calibration import workers
 from corp.calibration.experts import starved
 from corp.calibration.holdout import HeldBatches
 from corp.calibration.statistics import Statistics
-from corp.errors import CorpWarning
+from corp.errors import warn
 from corp.observer import Observer, timed
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
@@ -71,4 +69,4 @@ def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPla
 def warn_of_notes(plan: Plan) -> None:
     """Say what was done otherwise than asked, as a warning where the caller's own line is."""
     for note in plan.notes:
-        warnings.warn(note, CorpWarning, stacklevel=3)
+        warn(note)

@@ -15,7 +15,7 @@ from corp.allocation.tokens import Operations, count_operations, merged_copy
 from corp.calibration.batches import count_samples, first_batch
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
-from corp.errors import DataError
+from corp.errors import DataError, warn
 from corp.measure.closeness import Reference
 from corp.planning.merging import Merging
 from corp.planning.plan import Plan
@@ -56,6 +56,7 @@ def prune_tokens(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     if found is None:
         note = "tokens were not merged: a model that merges them takes longer here than one that does not"
         result = prune_widths(dense, run, replace(recipe, tokens=None), None)
+        warn(note)
         return replace(result, plan=result.plan.noting(note))
     smaller, plan, merging, record = found
     why = {**plan.why, "tokens": {**record, "cost": known.operations.share(smaller, merging)}}

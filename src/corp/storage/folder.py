@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from corp import __version__
 from corp.adapters.registry import adapter_named, adapters_for, find_sites, library_of
-from corp.errors import CorpError, CorpWarning, StorageError
+from corp.errors import CorpError, StorageError, warn
 from corp.files import file_in, new_folder, read_json, refuse_existing, write_tensors
 from corp.planning.plan import Plan
 from corp.report.card import model_card
@@ -90,11 +89,9 @@ def compact_manifest(result: Result, path: str | Path, command: str | None) -> d
         "earlier_plans": [plan.to_dict() for plan in history(result.model)[:-1]],
     }
     if manifest["base"] is None:
-        warnings.warn(
+        warn(
             "how to rebuild this model's dense architecture is not known, so loading it takes the dense model: "
-            f"corp.load({str(path)!r}, base=model)",
-            CorpWarning,
-            stacklevel=3,
+            f"corp.load({str(path)!r}, base=model)"
         )
     return manifest
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from corp.planning.plan import HeadMaps
 from corp.sites import AttentionSite, Projection, ValueSite, projection_of, rows_of
 from corp.surgery.linear import fuse, make_linear, unfuse
+from corp.surgery.norms import narrow_norms
 from corp.surgery.padded import Padded
 
 SHORT = 64  # tokens up to which plain products keep up with padding
@@ -181,7 +182,7 @@ def replaced(whole: Projection, values: int, *parts: Projection | None) -> list[
     return [new or old for new, old in zip(parts, own, strict=True)]
 
 
-Parts: TypeAlias = dict[str, Any]  # what an attention is built around: q, k, v, and the frequencies it kept
+Parts: TypeAlias = dict[str, Any]  # what an attention is built around: q, k, v, the frequencies it kept, its norms
 
 
 def narrow_queries(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], maps: HeadMaps | None) -> Parts:
@@ -189,7 +190,9 @@ def narrow_queries(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor]
     shared = site.heads // site.groups
     q = _narrow(rows_of(model, site.q), [group for group in kept for _ in range(shared)], maps and maps.q)
     k = _narrow(rows_of(model, site.k), kept, maps and maps.k)
-    which = {"kept": torch.stack(list(kept))} if site.rotary else {}  # it has to know its frequencies
+    which: Parts = {"kept": torch.stack(list(kept))} if site.rotary else {}  # it has to know its frequencies
+    if site.norm is not None:
+        which["norms"] = narrow_norms(model, site, kept, maps.norm if maps else None)
     return {"q": q, "k": k, **which}
 
 

@@ -7,7 +7,7 @@ the adapter hands in the function that looks it up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -154,8 +154,17 @@ class RotaryAttention(NarrowAttention):
 
     frequencies: Tensor  # (K, e): which rotated dimensions each key head kept
 
-    def __init__(self, dense: Any, *parts: Projection | None, kept: Tensor | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        dense: Any,
+        *parts: Projection | None,
+        kept: Tensor | None = None,
+        norms: Sequence[nn.Module] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(dense, *parts, **options)
+        for name, norm in zip(self.names.norms, norms, strict=False):
+            setattr(self, name, norm)
         dims = rotated_dims(dense)
         if kept is None:  # all of them
             kept = torch.arange(self.qk_dim).repeat(self.kv_count, 1)
@@ -183,11 +192,18 @@ class RotaryAttention(NarrowAttention):
     def rotated(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, H, n, width), the first two rotated by their positions."""
         q, k, v = self._project("qkv", hidden_states)
+        q, k = self._normed(q, k)
         # (B, n, d) -> (B, K, n, e): the angles of each key head's frequencies.
         cos, sin = (x[..., self.frequencies].transpose(1, 2) for x in position_embeddings)
         shared = self.qk_heads // self.kv_count
         q = self._rotate(q, cos.repeat_interleave(shared, dim=1), sin.repeat_interleave(shared, dim=1))
         return q, self._rotate(k, cos, sin), v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.names.norms:
+            return q, k
+        of_queries, of_keys = self.names.norms
+        return getattr(self, of_queries)(q), getattr(self, of_keys)(k)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : self.turned], x[..., self.turned :]

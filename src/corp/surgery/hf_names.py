@@ -18,7 +18,7 @@ class Names:
     the modules that the heads' output goes through, none where the output projection is not inside the attention.
     `scale` is None where it is head_dim^-1/2, unnamed. Names may have dots. `kv_heads`: query heads share key and value
     heads. `by_head`: a packed projection holds q, k and v of one head after the other. `extras` are what the attention
-    function is told besides, and where it stands.
+    function is told besides, and where it stands. `norms` are those of query and key heads, if they are normalised.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -30,6 +30,7 @@ class Names:
     kv_heads: str | None = None
     by_head: bool = False
     extras: tuple[tuple[str, str], ...] = ()
+    norms: tuple[str, ...] = ()
 
     def count_heads(self, module: Any) -> tuple[int, int]:
         """The number of query heads, and of key and value heads."""

@@ -47,6 +47,7 @@ def _join(attention: Any) -> None:
     joined = nn.Linear(1, 1, bias=False, device="meta")
     joined.in_features, joined.out_features = attention.qkv.in_features, attention.qkv.out_features
     joined.weight = attention.qkv.weight
-    joined.bias = nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=parts[0].requires_grad)
+    whole = torch.cat([part.detach().to(joined.weight.device) for part in parts])  # a buffer may be elsewhere
+    joined.bias = nn.Parameter(whole, requires_grad=parts[0].requires_grad)
     attention.qkv = joined.train(attention.training)
     attention.q_bias = attention.v_bias = None

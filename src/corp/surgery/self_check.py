@@ -29,7 +29,6 @@ from corp.sites import (
     AttentionSite,
     LinearSite,
     MLPSite,
-    Projection,
     Rows,
     Site,
     Sites,
@@ -38,6 +37,8 @@ from corp.sites import (
     rows_of,
     site_devices,
 )
+from corp.surgery.normed_check import normed_error
+from corp.surgery.row_maps import heads_in, map_between, maps_in
 
 ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
 SLACK = 1e-6  # relative: the sums themselves are of float32 products
@@ -53,12 +54,13 @@ class Finding:
     found: float
     energy: float
     epsilon: float
+    estimated: float = 0.0  # the part of `planned` that data may give otherwise: QK-norm's lengths, to first order
 
     @property
     def agrees(self) -> bool:
         """Up to rounding: what r adds to an error J is at most 2 sqrt(J r) + r."""
-        r = (ROUNDING * self.epsilon) ** 2 * self.energy + SLACK**2 * self.energy
-        allowed = 2 * math.sqrt(self.planned * r) + r + SLACK * (self.planned + SLACK * self.energy)
+        r = (ROUNDING * self.epsilon) ** 2 * self.energy + SLACK**2 * self.energy + self.estimated
+        allowed = 2 * math.sqrt(max(0.0, self.planned) * r) + r + SLACK * (self.planned + SLACK * self.energy)
         return math.isfinite(self.found) and abs(self.found - self.planned) <= allowed
 
 
@@ -130,7 +132,7 @@ def errors_in(
     if rows is None:
         return None
     if isinstance(site, ValueSite):
-        T = _maps(rows_of(dense, site.v), rows_of(pruned, rows["v"]), site.groups)
+        T = maps_in(rows_of(dense, site.v), rows_of(pruned, rows["v"]), site.groups)
         each = [t for t in T for _ in range(site.heads // site.groups)]
         W_new, b_new = in_float64(*projection_at(pruned, site.down))
         return _output_error(dense, site, W_new @ torch.block_diag(*each), b_new, stats)
@@ -155,10 +157,12 @@ def _logit_error(
     site_plan: SitePlan,
 ) -> float:
     """The squared error of the logits of all heads, rotated dimensions and others."""
+    if site.norm is not None:
+        return normed_error(dense, pruned, site, rows, stats, plan, site_plan)
     shared, dims = site.heads // site.groups, site.rotary_dims
     rotated = int((site_plan.indices()[0] < dims).sum())
     q, k = (
-        _heads(rows_of(dense, old), rows_of(pruned, rows[side]), count)
+        heads_in(rows_of(dense, old), rows_of(pruned, rows[side]), count)
         for side, old, count in (("q", site.q, site.heads), ("k", site.k, site.groups))
     )
     total = 0.0
@@ -167,10 +171,10 @@ def _logit_error(
     for h in range(site.heads):
         g = h // shared
         if grams is not None:
-            A, B = (_map(*(x[part:] for x, part in zip(side, (dims, rotated), strict=True))) for side in (q[h], k[g]))
+            A, B = (map_between(old[dims:], new[rotated:]) for old, new in (q[h], k[g]))
             total += subspace.error(grams.head(h, centred=site_plan.basis == SUBSPACE), A, B)
         if pairs is not None:
-            A = _map(q[h][0][:dims], q[h][1][:rotated])  # (rotated, dims)
+            A = map_between(q[h][0][:dims], q[h][1][:rotated])  # (rotated, dims)
             kept = site_plan.indices()[g][: rotated // 2]
             ab = _pair_factors(A, kept, dims)
             moments = pairs.group(g, weighted=plan.recipe.rank == "exact")[h % shared]
@@ -212,24 +216,3 @@ def narrowed_rows(pruned: nn.Module, sites: Sites, site: Site, widths: dict[str,
 def _height(model: nn.Module, rows: Rows) -> int:
     whole = replace(rows, start=0, stop=2**40)
     return len(rows_of(model, whole).weight)
-
-
-def _heads(old: Projection, new: Projection, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Weights and biases of every head, before and after, as rows (d, D + 1) and (e, D + 1)."""
-    before, after = (_rows(part).unflatten(0, (count, -1)) for part in (old, new))
-    return list(zip(before, after, strict=True))
-
-
-def _maps(old: Projection, new: Projection, count: int) -> list[Tensor]:
-    return [_map(before, after) for before, after in _heads(old, new, count)]
-
-
-def _map(before: Tensor, after: Tensor) -> Tensor:
-    """M (e, d) with M before = after."""
-    found: Tensor = torch.linalg.lstsq(before.mT, after.mT, driver="gelsd").solution
-    return found.mT
-
-
-def _rows(part: Projection) -> Tensor:
-    weight, bias = in_float64(*part)
-    return torch.cat([weight, bias[:, None]], 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from corp.storage.export.formats import ONNX, PT2
 from corp.storage.export.profiles import (
     COMPAT,
     LIBRARY_TARGETS,
+    beyond_norms,
     beyond_widths,
     holds_narrower_heads,
     refuse_biases,
@@ -57,7 +58,7 @@ class Exports:
         widths = {site.name: site.width for site in self.sites.mlp}
         widths |= {site.name: site.keep for site in plan.sites if site.kind == "mlp"}
         intercepts = {site.name for site in plan.sites if site.intercept}
-        return self._targets(widths, intercepts, plan.output is not None)
+        return self._targets(widths, intercepts, plan.output is not None, self._normed(s.name for s in plan.sites))
 
     def under(self, recipe: Recipe) -> Reasons:
         """The targets of what the recipe may lead to, before there is a plan."""
@@ -72,7 +73,7 @@ class Exports:
             and not isinstance(site, AttentionSite)
             and uses_intercept(recipe, projection_at(self.model, site.down).bias is not None)
         }
-        return self._targets(widths, intercepts, self._may_factor(recipe))
+        return self._targets(widths, intercepts, self._may_factor(recipe), self._normed(narrower))
 
     def recipe_for(self, program: str, recipe: Recipe) -> Recipe:
         """The recipe with options that `program` ("transformers", "vllm", "gguf" or "onnx") can hold.
@@ -111,7 +112,7 @@ class Exports:
 
     def _holds_heads(self, target: str) -> bool:
         """Whether the target holds heads that are narrower, all alike."""
-        if not len(self.sites.attention) == len(self.sites.values) > 0:
+        if not len(self.sites.attention) == len(self.sites.values) > 0 or any(s.norm for s in self.sites.attention):
             return False
         return why_not(self.model) is None if target in (VLLM, GGUF) else self._library_holds_heads
 
@@ -138,13 +139,19 @@ class Exports:
         helps = recipe.target_params is None or not head.tied
         return recipe.has_target and recipe.searches and recipe.target_latency is None and helps
 
-    def _targets(self, widths: Mapping[str, int], intercepts: set[str], factored: bool) -> Reasons:
-        """What decides: widths of MLPs, sites whose compensation needs a bias, a factored output head."""
+    def _normed(self, names: Iterable[str]) -> bool:
+        """Whether heads under QK-norm are among these sites."""
+        normed = {site.name for site in self.sites.attention if site.norm is not None}
+        return not normed.isdisjoint(names)
+
+    def _targets(self, widths: Mapping[str, int], intercepts: set[str], factored: bool, normed: bool) -> Reasons:
+        """What decides: widths of MLPs, sites whose compensation needs a bias, a factored output head, QK-norm."""
         library = self.library
         if library is None or self.identity is None:
             reason = "no library that corp writes for can rebuild this model from its name or config"
             return dict.fromkeys((COMPAT, ONNX, PT2, VLLM, GGUF), reason)
         biases, no_llama, beyond = self._new_biases(intercepts), why_not(self.model), beyond_widths(factored, "it")
+        beyond = beyond or beyond_norms(normed, "it")
         return {
             LIBRARY_TARGETS[library.name]: beyond or _reason(lambda: self._standard(widths, biases)),
             COMPAT: beyond or _reason(lambda: refuse_biases(biases, library, COMPAT)),

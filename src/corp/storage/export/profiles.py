@@ -30,6 +30,7 @@ from corp.storage.export.rotary import (
 from corp.storage.tying import assign
 from corp.surgery.apply import history, set_history
 from corp.surgery.merged import merge_tokens
+from corp.surgery.norms import NarrowNorm
 
 STANDARD, COMPAT = "standard", "compat"
 Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]
@@ -47,6 +48,15 @@ def beyond_widths(factored: bool, target: str) -> str | None:
     """Why `target` cannot hold a model with a factored output head; None if it has none."""
     reason = f"this model has a low-rank output head, which {target} cannot hold; export to onnx or pt2, or prune with "
     return f"{reason}output=0" if factored else None
+
+
+def beyond_norms(narrowed: bool, target: str) -> str | None:
+    """Why `target` cannot hold a model whose heads were narrowed under QK-norm; None if none were."""
+    reason = (
+        f"heads are narrower under QK-norm, so their lengths are predicted, which {target} cannot do; export to onnx "
+        "or pt2, or prune with attn=0"
+    )
+    return reason if narrowed else None
 
 
 def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tuple[str, ...]]:
@@ -96,6 +106,8 @@ def write_profile(
     library, make = library_for(base)
     made_by = history(model)
     refuse_beyond_widths(made_by, library.name)
+    if reason := beyond_norms(any(isinstance(m, NarrowNorm) for m in model.modules()), f"plain {library.name}"):
+        raise StorageError(reason)
     model, notes = without_merging(model, library)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0

@@ -1,10 +1,10 @@
-"""The contract that every model must pass, as a function that users can run on their own: check_model."""
+"""The steps of the contract, one after the other on one model."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,12 @@ from corp.evaluate.check import check
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
+from corp.storage.export.possible import Exports
 from corp.storage.folder import load, save
-from corp.tables import text_table
+from corp.testing.batches import require_runs
+from corp.testing.outcome import Contract, Row
 
 KINDS = {"mlp": "MLP", "attn": "Q/K", "vo": "V/O"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the contract: what was tried, whether it held, and the numbers or the reason."""
-
-    name: str
-    passed: bool
-    detail: str
 
 
 def check_model(
@@ -42,27 +35,36 @@ def check_model(
     forward: Forward | None = None,
     sparsity: float = 0.4,
     show: Callable[[str], None] | None = print,
-) -> list[Row]:
+) -> Contract:
     """Run the whole contract on `model` with one batch (or a list of batches) and print a table of the outcome.
 
     Claims are tried out on the model, pruning nothing is the identity, the error that is predicted at every site is
-    the one that is measured, and the pruned model is smaller, finite, survives a folder, and can be pruned again. The
-    model itself is left as it was. Returns the rows of the table; `show=None` prints nothing.
+    the one that is measured, and the pruned model is smaller, finite, survives a folder, can be exported or says why
+    not, and can be pruned again. The model itself is left as it was. What is returned tells `passed`, and prints as
+    the table; `show=None` prints nothing. A batch that the model does not take is a DataError.
     """
-    work = _Contract(model, batch if isinstance(batch, list) else [batch], forward, sparsity)
-    rows = [_tried(name, step) for name, step in work.steps()]
+    batches = batch if isinstance(batch, list) else [batch]
+    require_runs(model, batches, forward)
+    work = _Contract(model, batches, forward, sparsity)
+    made = Contract(tuple(_tried(name, step) for name, step in work.steps()))
     if show:
-        show(text_table(("contract", "", "detail"), [(r.name, "ok" if r.passed else "FAILED", r.detail) for r in rows]))
-    return rows
+        show(str(made))
+    return made
 
 
 def _tried(name: str, step: Callable[[], str]) -> Row:
     try:
         return Row(name, True, step())
+    except _NotRunError as error:
+        return Row(name, False, str(error), ran=False)
     except CorpError as error:
         return Row(name, False, str(error))
     except Exception as error:  # of the model's own code, or a defect here: the table goes on
         return Row(name, False, f"{type(error).__name__}: {error}")
+
+
+class _NotRunError(CorpError):
+    """A step that an earlier one left nothing for."""
 
 
 class _BrokenError(CorpError):
@@ -79,15 +81,26 @@ class _Contract:
 
     def steps(self) -> list[tuple[str, Callable[[], str]]]:
         return [
+            ("repeatable", self.repeatable),
             *((f"{name} sites", lambda kind=kind: self.found(kind)) for kind, name in KINDS.items()),
             ("accounted for", self.accounted),
+            ("something to prune", self.something),
             ("nothing pruned is the identity", self.identity),
             ("predicted = measured", self.predicted),
             ("pruned", self.pruned),
             ("saved and loaded", self.saved),
+            ("exports", self.exports),
             ("pruned again", self.again),
             ("left as it was", self.untouched),
         ]
+
+    def repeatable(self) -> str:
+        if not _equal(self.outputs(self.model), self.outputs(self.model)):
+            raise _BrokenError(
+                "the model gives another output for the same batch in eval mode (or one that is not a number), so "
+                "nothing can be compared; seed what it draws at random in forward=..."
+            )
+        return "the same output for the same batch"
 
     def find(self) -> Sites:
         if self.sites is None:
@@ -105,9 +118,20 @@ class _Contract:
         shares = self.find().coverage()
         return ", ".join(f"{share:.0%} {state}" for state, share in shares.items())
 
+    def something(self) -> str:
+        if not len(self.find()):
+            raise _BrokenError("nothing in this model can be pruned")
+        return f"{len(self.find())} sites"
+
+    def prunable(self) -> Sites:
+        """The sites, if there are some."""
+        if self.sites is None or not len(self.sites):
+            raise _NotRunError("there is nothing to prune")
+        return self.sites
+
     def recipe(self, share: float) -> Recipe:
         """All kinds that the model has, but what is refused by name."""
-        return _recipe(self.find(), share)
+        return _recipe(self.prunable(), share)
 
     def outputs(self, model: nn.Module) -> list[Tensor]:
         with torch.no_grad(), evaluating(model):
@@ -117,12 +141,14 @@ class _Contract:
         return api.prune(model, self.batches, recipe, forward=self.forward)
 
     def identity(self) -> str:
+        self.prunable()
         same = self.prune(self.model, Recipe())
         if not _equal(self.outputs(same.model), self.outputs(self.model)):
             raise _BrokenError("the outputs differ")
         return "bit-identical"
 
     def predicted(self) -> str:
+        self.prunable()
         stats = api.calibrate(self.model, self.batches, forward=self.forward)
         plan = api.plan(self.model, stats, self.recipe(self.sparsity))
         pruned = api.apply(self.model, replace(stats, inputs=None), plan).model
@@ -155,6 +181,12 @@ class _Contract:
                 raise _BrokenError(f"loaded {how}, the outputs differ")
         return f"bit-identical, loaded {how}"
 
+    def exports(self) -> str:
+        """Every target is possible, or has a reason; which they are is told, none is wanted."""
+        reasons = Exports(self.model, self.prunable()).of(self.made().plan)
+        possible = [target for target, reason in reasons.items() if reason is None]
+        return ", ".join(possible) or f"none: {next(iter(reasons.values()), 'its library is not known')}"
+
     def again(self) -> str:
         once = self.made().model
         sites = find_sites(once, self.batches[0], self.forward)
@@ -167,7 +199,7 @@ class _Contract:
 
     def made(self) -> Result:
         if self.result is None:
-            raise _BrokenError("the model could not be pruned")
+            raise _NotRunError("the model was not pruned")
         return self.result
 
     def untouched(self) -> str:

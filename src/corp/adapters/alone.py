@@ -1,0 +1,91 @@
+"""Modules of a model tried out alone, on random tokens: what no input of the whole model has shown.
+
+A user's own model says nothing about its inputs, but its attentions and MLPs often take a sequence and nothing else.
+Only what holds is used: a module that is called otherwise in its model may fail here for reasons of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.adapters.linears import in_features, is_linear
+from corp.adapters.settle import settle
+from corp.adapters.structure import Claim
+from corp.calibration.batches import placement
+from corp.sites import Refusal, Site, layers_of
+
+SHAPE = (3, 7)  # samples and tokens
+# What a module may take besides the sequence without computing something else where it is not given.
+_HARMLESS = re.compile(r"mask|return|need|output|causal|cache|past|drop|train", re.IGNORECASE)
+
+
+@dataclass
+class Found:
+    """Sites in the order of the model, what was refused, and the names of sites that were tried out."""
+
+    sites: list[Site] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+    proven: set[str] = field(default_factory=set)
+
+
+def try_alone(model: nn.Module, claims: list[Claim], fixed: list[Site], found: Found) -> tuple[list[Claim], list[Site]]:
+    """Prove what holds in modules that run alone; returns the claims and sites that are left."""
+    failed: set[type] = set()
+    for home in dict.fromkeys([*(claim.parts.name for claim in claims), *map(home_of, fixed)]):
+        module = model.get_submodule(home)
+        if type(module) in failed or not takes_tokens(module):
+            continue
+        inside = [claim for claim in claims if claim.parts.name == home], [s for s in fixed if home_of(s) == home]
+        proven = _proven(model, module, *inside)
+        if not proven:
+            failed.add(type(module))
+        found.sites += proven
+        found.proven |= {site.name for site in proven}
+        places = {(site.name, site.kind) for site in proven}
+        claims = [left for claim in claims if (left := _without(claim, places)).qk or left.vo]
+        fixed = [site for site in fixed if (site.name, site.kind) not in places]
+    return claims, fixed
+
+
+def home_of(site: Site) -> str:
+    """The smallest module that holds all layers of a site."""
+    homes = [name.split(".")[:-1] for name in layers_of(site)]
+    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*homes, strict=False))
+    return ".".join(parts[0] for parts in same)
+
+
+def takes_tokens(module: Any) -> bool:
+    """Whether a module's forward takes one tensor, and besides it only what may be left out."""
+    taken = list(inspect.signature(module.forward).parameters.values())
+    if not taken or taken[0].default is not taken[0].empty or taken[0].kind is taken[0].VAR_POSITIONAL:
+        return False
+    return all(p.default is not p.empty and _HARMLESS.search(p.name) for p in taken[1:])
+
+
+def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed: Sequence[Site]) -> list[Site]:
+    """The sites that hold while the module runs alone."""
+    if not claims and not fixed:
+        return []
+    width = in_features(next(layer for layer in module.modules() if is_linear(layer)))
+    device, dtype = placement(module)
+    x = torch.randn(*SHAPE, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    try:
+        outcome = settle(model, lambda: module(x), claims, fixed, readings=True)
+    except Exception:  # it takes something else: nothing is said
+        return []
+    return [site for site in outcome.sites if site.name in outcome.proven]
+
+
+def _without(claim: Claim, places: set[tuple[str, str]]) -> Claim:
+    """What of a claim is still open."""
+    qk = tuple(site for site in claim.qk if (site.name, site.kind) not in places)
+    vo = tuple(site for site in claim.vo if (site.name, site.kind) not in places)
+    return replace(claim, qk=qk, vo=vo)

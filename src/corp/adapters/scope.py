@@ -1,0 +1,18 @@
+"""Which parts of a model are blocks: pruning is about those, not about embeddings and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from corp.adapters.linears import in_block
+
+
+def lone_blocks(attentions: Iterable[str]) -> tuple[str, ...]:
+    """The modules, as prefixes, that hold an attention outside of any numbered block and no numbered one.
+
+    Such a block is called once, or again and again with the same weights.
+    """
+    names = set(attentions)
+    numbered = {name for name in names if in_block(f"{name}.x")}
+    homes = {f"{home}." if (home := name.rpartition(".")[0]) else "" for name in names - numbered}
+    return tuple(sorted(home for home in homes if not any(name.startswith(home) for name in numbered)))

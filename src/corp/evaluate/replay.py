@@ -1,0 +1,80 @@
+"""The inputs that a model gave some of its modules, given to what stands in their places later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from corp.calibration.hooks import removing
+from corp.calibration.threads import here
+from corp.sites import MLPSite, Site
+
+
+class Inputs:
+    """What the modules called `names` take in one forward pass, call by call.
+
+    A layer that a model calls several times (ALBERT's) would otherwise see what its own narrower self made before.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.calls: dict[str, list[Any]] = {name: [] for name in names}
+
+    @classmethod
+    def of(cls, site: Site) -> Inputs:
+        """Those of the layers that make an MLP's channels, or of the attention as a whole."""
+        if isinstance(site, MLPSite):
+            return cls(list(dict.fromkeys(rows.module for rows in site.up)))
+        return cls([site.attention])
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Inside, one forward pass of the model is written down."""
+
+        def hook(name: str) -> Any:
+            return lambda _module, args, kwargs: self.calls[name].append(_copied((args, kwargs)))
+
+        with self._before(model, hook):
+            yield
+
+    @contextmanager
+    def replayed(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the modules of one forward pass take the tensors that were written down."""
+
+        def hook(name: str) -> Any:
+            left = iter(self.calls[name])
+            return lambda _module, args, kwargs: _exchanged((args, kwargs), next(left, None))
+
+        with self._before(model, hook):
+            yield
+
+    @contextmanager
+    def _before(self, model: nn.Module, hook: Any) -> Iterator[None]:
+        handles: list[Any] = []
+        with removing(handles):
+            for name in self.calls:
+                module = model.get_submodule(name)
+                handles.append(module.register_forward_pre_hook(here(hook(name)), with_kwargs=True))
+            yield
+
+
+def _copied(value: Any) -> Any:
+    """Tensors of real numbers in what a module is called with; all else is None."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.is_floating_point() else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_copied, value))
+    return {key: _copied(one) for key, one in value.items()} if type(value) is dict else None
+
+
+def _exchanged(value: Any, known: Any) -> Any:
+    """The value with every tensor that is known in its shape."""
+    if isinstance(value, Tensor):
+        return known if isinstance(known, Tensor) and known.shape == value.shape else value
+    if isinstance(value, tuple | list) and isinstance(known, tuple) and len(value) == len(known):
+        return type(value)(map(_exchanged, value, known)) if type(value) in (tuple, list) else value
+    if type(value) is dict and isinstance(known, dict):
+        return {key: _exchanged(one, known.get(key)) for key, one in value.items()}
+    return value

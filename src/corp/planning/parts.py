@@ -1,0 +1,59 @@
+"""What parts of an attention's heads have in common: dimensions they keep, maps of their rows, and a cost."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from corp.calibration.grams import Grams
+from corp.calibration.pairs import PairSums
+from corp.calibration.site_sums import SiteSums
+from corp.planning.plan import GroupCost, NormFold
+
+Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data
+
+
+class Maps(NamedTuple):
+    """What turns rows of the R query heads that share a key head, and that head's own, into the kept ones."""
+
+    q: list[Tensor]  # R of (e, d)
+    k: Tensor  # (e, d)
+    norm: NormFold | None = None  # of heads that are normalised: what replaces their norms
+
+
+class Part:
+    """Some dimensions of every key head; what it keeps, how its rows are mapped and what that costs."""
+
+    @abstractmethod
+    def kept(self, g: int) -> list[int]: ...
+
+    @abstractmethod
+    def maps(self, g: int) -> Maps: ...
+
+    @abstractmethod
+    def cost(self, g: int) -> GroupCost: ...
+
+
+def held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:
+    return sums.fit.samples > 0 and sums.held.samples > 0
+
+
+def share(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def together(costs: Sequence[GroupCost]) -> GroupCost:
+    """The cost of what is kept together; shares are weighted by what was lost."""
+    if len(costs) == 1:
+        return costs[0]
+    J, J_star, lost, energy = (sum(getattr(c, name) for c in costs) for name in ("J", "J_star", "J_uncomp", "energy"))
+    rho2 = min(1.0, max(0.0, 1 - J_star / lost)) if lost > 0 else 1.0
+    unseen = []
+    for name in ("fit", "held"):
+        known = [(getattr(c, name), c.J_uncomp) for c in costs if getattr(c, name) is not None]
+        weight = sum(w for _, w in known)
+        unseen.append(sum(x * w for x, w in known) / weight if weight > 0 else None)
+    return GroupCost(J, J_star, lost, rho2, energy, *unseen)
