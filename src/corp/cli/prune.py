@@ -115,7 +115,7 @@ def prune(
             "--stats": stats, "--for": program, "--eval-data": eval_data, "--deploy-data": deployment.deploy_data,
             "--head": head, "--image-size": image_size, "--overwrite": overwrite,
         })  # fmt: skip
-        prune_streamed(source, recipe, settings, None if dry_run else out, json=json)
+        prune_streamed(source, recipe, settings, None if dry_run else out, None if json else show_report)
         return
     known = None if stats is None else inputs.read_statistics(source, stats)
     if known is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from corp.recipe import Recipe
 if TYPE_CHECKING:
     from corp.calibration.settings import Settings
     from corp.cli.arguments import Source
+    from corp.planning.report import Report
     from corp.streamed.opening import Opened
 
 
@@ -24,11 +25,12 @@ def require_alone(given: Mapping[str, Any]) -> None:
         raise DataError(f"--stream holds one block at a time, so {odd[0]} cannot go with it; use it on the result")
 
 
-def prune_streamed(source: Source, recipe: Recipe, settings: Settings, out: Path | None, *, json: bool) -> None:
-    """Prune block by block into `out`; without it, only say how much memory that takes."""
+def prune_streamed(
+    source: Source, recipe: Recipe, settings: Settings, out: Path | None, show: Callable[[Report], None] | None
+) -> None:
+    """Prune block by block into `out`; without it, only say how much memory that takes. Without `show`, as JSON."""
     from corp.cli import inputs
     from corp.cli.models import companion_places, lacking_companions
-    from corp.cli.prune import show_report
     from corp.streamed.prune import estimate_opened, prune_opened
 
     inputs.require_data(source)
@@ -36,7 +38,7 @@ def prune_streamed(source: Source, recipe: Recipe, settings: Settings, out: Path
     batches = inputs.batches_of(opened.model, source)
     if out is None:
         need = estimate_opened(opened, batches, recipe, settings)
-        show_json({**need._asdict(), "memory": need.total}) if json else note(need.line())
+        show_json({**need._asdict(), "memory": need.total}) if show is None else note(need.line())
         return
     line = shlex.join(["corp", *sys.argv[1:]])
     places = companion_places(source.model, opened.model, source.text.tokenizer)
@@ -46,10 +48,10 @@ def prune_streamed(source: Source, recipe: Recipe, settings: Settings, out: Path
     inputs.tell_skipped(batches)
     if lacking := lacking_companions(opened.model, out):
         note(lacking)
-    if json:
+    if show is None:
         show_json({"output": str(out), **report.to_dict()})
         return
-    show_report(report)
+    show(report)
     note(f"saved to {out}, load it with corp.load({str(out)!r})")
 
 

@@ -16,6 +16,7 @@ from corp.sites import AttentionSite, Site
 from corp.streamed.presence import Presence
 
 MATRICES = 64  # bytes per D^2: eight matrices of a site in float64, as measure.estimate counts a fit
+LOOSE = 300 * 2**20  # what the allocator keeps of memory that was freed (benchmarks/streamed.py)
 WIDE = 6  # hidden states of the MLP's width that a block holds of one batch while it runs
 
 
@@ -31,14 +32,15 @@ class Need(NamedTuple):
     @property
     def total(self) -> int:
         """Sums and fits are gone when the refit begins."""
-        return self.resident + self.block + self.batch + max(self.sums, self.refit)
+        return LOOSE + self.resident + self.block + self.batch + max(self.sums, self.refit)
 
     def line(self) -> str:
         """What will be held, in one line."""
         return (
             f"block by block, about {human(self.total)} of memory beside the program: {human(self.resident)} for "
             f"embeddings and head, {human(self.block)} for a block and its smaller copy, {human(self.sums)} for its "
-            f"statistics and fits, or {human(self.refit)} for its refit, {human(self.batch)} for a batch on its way"
+            f"statistics and fits, or {human(self.refit)} for its refit, {human(self.batch)} for a batch on its way, "
+            f"{human(LOOSE)} to spare"
         )
 
 
