@@ -340,6 +340,7 @@ def test_workers_add_up_to_the_single_process(batches: int, tmp_path: Path) -> N
     assert_added_up(tmp_path, 10 * batches)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_the_same_command_again_gives_the_whole(tmp_path: Path) -> None:
     calibrated_here(tmp_path / "alone", "--single")
     command = torchrun(2, str(tmp_path / "together"), "--single")

@@ -279,6 +279,7 @@ TIMM_RECIPES = {
 }
 
 
+@pytest.mark.slow
 def test_a_process_without_corp_runs_timm_models_of_all_widths(tmp_path: Path) -> None:
     """MLP widths that no whole ratio gives, Q/K padded back; widths of their own for each block in compat alone."""
     seed_all(3)
