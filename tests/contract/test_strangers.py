@@ -215,3 +215,12 @@ def test_a_model_that_draws_at_random_is_said_to(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("the contract does not hold: repeatable")
     with pytest.raises(CorpError, match="does not hold"):
         outcome.require()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_site_that_sees_a_handful_of_tokens_is_no_defect() -> None:
+    """Attention pooling gives one token per sample: fewer than the values have dimensions."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = hf.SiglipVisionModel(hf.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)).eval()
+    batch = {"pixel_values": torch.randn(4, 3, 16, 16)}
+    check_model(model, [batch, batch], show=None).require()
