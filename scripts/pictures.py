@@ -26,7 +26,8 @@ def result() -> Element:
     dense = (1.0, ladder["dense"]["top-1 %"])
     rows = [row for name, row in ladder.items() if name != "dense"]
     named = (("with merged tokens", MERGED), ("the default recipe", BEST), ("the paper's recipe", PAPER))
-    lines = [Series(name, sorted([dense, *((r[key]["macs"], r[key]["top-1 %"]) for r in rows)])) for name, key in named]
+    steps = {key: [row[key] for row in rows if key in row] for _, key in named}
+    lines = [Series(name, sorted([dense, *((r["macs"], r["top-1 %"]) for r in steps[key])])) for name, key in named]
     axes = ("operations, share of the dense model's", "top-1 %")
     return picture("DeiT-Tiny, no training after pruning", line_chart("result", lines, axes, "{:.0f}".format))
 
