@@ -1,5 +1,6 @@
 """Write tests/golden/bits.json: the bits of statistics, plan and weights that a fixed model and batch come to here.
 
+python -m scripts.bits --show    # without writing it
 python -m scripts.bits    # after a change that is meant to change results; CHANGELOG.md says so in a line
 """
 
@@ -66,5 +67,9 @@ def _short(content: Any) -> str:
 if __name__ == "__main__":
     warnings.simplefilter("ignore", CorpWarning)
     torch.set_num_threads(1)
-    BITS.write_text(json.dumps({"reference": reference(), "made": made()}, indent=1) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{BITS}\n")
+    record = json.dumps({"reference": reference(), "made": made()}, indent=1) + "\n"
+    if "--show" in sys.argv:
+        sys.stdout.write(record)
+    else:
+        BITS.write_text(record, encoding="utf-8")
+        sys.stdout.write(f"{BITS}\n")
