@@ -89,7 +89,7 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
         known.append(int(factor * d) if isinstance(factor, float) else None)
     partial = [n for n in dict.fromkeys(known) if isinstance(n, int) and 0 < n < d and n % 2 == 0]
     rotated: list[dict[str, Any]] = []
-    if d % 2 or site.q.period == 3:  # no pairs; or of every dimension q, k and v in turn, which nobody rotates
+    if d % 2 or site.q.period == 3:  # an odd width has no pairs; no library rotates q, k, v interleaved per dimension
         return [{}]
     for dims in (*partial, d):
         q, k = paired(site.q, d, dims), paired(site.k, d, dims)

@@ -87,9 +87,9 @@ class PairSums:
         return (attention * logits.square()).sum((0, 2, 3))
 
     def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-        """Of the queries looked at: pair moments (H, d, d) of q_m q_m^T and the covariance of the keys under p_m.
+        """The attention-weighted pair moments (H, d, d), and the attention p (B, H, M, n) of the sampled queries.
 
-        Beside them p (B, H, M, n), their attention.
+        The moments pair q_m q_m^T of every sampled query m with the covariance of the keys under its attention p_m.
         """
         # Neither attention nor covariance notices what all keys of a sample share, but float32 products do.
         every = self._repeated(k - k.mean(2, keepdim=True))

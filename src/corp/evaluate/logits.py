@@ -74,7 +74,7 @@ def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> l
 
 
 def rotated_heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:
-    """The same of a narrowed rotary attention, which rotates its heads itself."""
+    """The queries and keys of a narrowed rotary attention, read after it has rotated them itself."""
     assert site.rotary is not None
     assert site.rotary.argument is not None
     argument, module = site.rotary.argument, model.get_submodule(site.attention)
