@@ -30,19 +30,6 @@ class _Side(NamedTuple):
     lengths: list[Length]
 
 
-def normed_error(
-    dense: nn.Module,
-    pruned: nn.Module,
-    site: AttentionSite,
-    rows: dict[str, Rows],
-    stats: Statistics,
-    plan: Plan,
-    site_plan: SitePlan,
-) -> float:
-    """The squared error of the logits of all heads."""
-    return sum(normed_errors(dense, pruned, site, rows, stats, plan, site_plan))
-
-
 def normed_errors(
     dense: nn.Module,
     pruned: nn.Module,
@@ -52,7 +39,7 @@ def normed_errors(
     plan: Plan,
     site_plan: SitePlan,
 ) -> tuple[float, float]:
-    """Its two parts: of pruned pairs, which is exact, and of wrong lengths, which is of first order."""
+    """The squared error of the logits of all heads: of pruned pairs, exact, and of wrong lengths, to first order."""
     q, k, kept = *_sides(dense, pruned, site, rows, site_plan), site_plan.indices()
     sums, weighted = stats.pairs_of(site.name).total(), plan.recipe.rank == "exact"
     of_pairs = of_lengths = 0.0

@@ -37,7 +37,7 @@ from corp.sites import (
     rows_of,
     site_devices,
 )
-from corp.surgery.normed_check import normed_error
+from corp.surgery.normed_check import normed_errors
 from corp.surgery.row_maps import heads_in, map_between, maps_in
 
 ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
@@ -160,7 +160,7 @@ def _logit_error(
 ) -> float:
     """The squared error of the logits of all heads, rotated dimensions and others."""
     if site.norm is not None:
-        return normed_error(dense, pruned, site, rows, stats, plan, site_plan)
+        return sum(normed_errors(dense, pruned, site, rows, stats, plan, site_plan))
     shared, dims = site.heads // site.groups, site.rotary_dims
     rotated = int((site_plan.indices()[0] < dims).sum())
     q, k = (

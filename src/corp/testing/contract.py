@@ -16,7 +16,7 @@ from corp.adapters.proof import tensors
 from corp.adapters.registry import find_sites
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.errors import CorpError
-from corp.evaluate.check import check
+from corp.evaluate.check import check, require_equal
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
@@ -153,13 +153,7 @@ class _Contract:
         plan = api.plan(self.model, stats, self.recipe(self.sparsity))
         pruned = api.apply(self.model, replace(stats, inputs=None), plan).model
         checked = check(self.model, pruned, plan, self.batches, forward=self.forward)
-        odd = [one for one in checked if not one.finding.agrees]
-        if odd:
-            first = odd[0]
-            raise _BrokenError(
-                f"{len(odd)} of {len(checked)} sites: {first.finding.site} should lose {first.expected:.4%} of its "
-                f"output and loses {first.measured:.4%}"
-            )
+        require_equal(checked)
         return f"{len(checked)} of {len(plan.sites)} sites measured"
 
     def pruned(self) -> str:
