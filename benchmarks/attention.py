@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from corp.io.tables import markdown_table
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.sites import Projection
 from corp.surgery.attention import PackedAttention, equal_widths
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, DENSE = 12, 64  # DeiT-B; other sizes have fewer heads of the same width

@@ -32,10 +32,10 @@ from benchmarks import deit_tiny, language
 from corp.data import digits
 from corp.data.images import ImageBatches, list_images
 from corp.errors import CorpWarning
-from corp.files import write_text
+from corp.io.files import write_text
+from corp.io.tables import markdown_table
 from corp.measure.closeness import Reference
 from corp.recipe import Recipe
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SPARSITIES = (0.3, 0.5, 0.7)

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 import corp
 from corp.calibration.hooks import Collector
 from corp.calibration.settings import Settings, enough_tokens
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, MLPSite
-from corp.tables import markdown_table
 
 # isort: split
 import timm

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import corp
 from corp.adapters import timm_models
 from corp.data.images import ImageBatches, list_images
+from corp.io.tables import markdown_table
 from corp.recipe import Recipe
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "deit_tiny_patch16_224"

@@ -35,11 +35,11 @@ from corp.evaluate.dense import Segmentation as Miou
 from corp.evaluate.heads import HeadInfo, LinearHead, WithHead, load_head, patch_map
 from corp.evaluate.probe import fit_head
 from corp.evaluate.run import Contender, side_by_side
-from corp.files import write_text
+from corp.io.files import write_text
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
 from corp.planning.plan import Plan
 from corp.recipe import Recipe
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SIZE, SQUARE, CLASSES, BLOCKS = (336, 448), (224, 224), 11, (1, 4)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from corp.io.tables import markdown_table
 from corp.numerics.exact import elimination_path
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS, LARGE, ROUNDS, RIDGE = (768, 1536, 3072), 11008, 3, 1e-3

@@ -27,7 +27,7 @@ from corp import Recipe
 from corp.data import digits
 from corp.data.images import ImageBatches, choose, list_images
 from corp.errors import CorpWarning
-from corp.tables import markdown_table
+from corp.io.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 20  # cycles before the first reading: caches fill, the allocator settles

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import corp
-from corp.observer import Observer
+from corp.io.observer import Observer
 
 RECIPES = {
     "paper": corp.Recipe.paper(mlp=0.5, attn=0.5),

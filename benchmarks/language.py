@@ -31,9 +31,9 @@ from corp.calibration.settings import Settings
 from corp.data import sts, text
 from corp.evaluate.run import Contender, side_by_side
 from corp.evaluate.sentences import Embeddings, sts_spearman
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
 from corp.recipe import Recipe
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 OPT = Path(os.environ.get("CORP_OPT", Path.home() / ".cache" / "corp" / "opt-stories"))

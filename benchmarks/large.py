@@ -20,7 +20,7 @@ from corp import Recipe
 from corp.calibration.memory import human, parse_bytes
 from corp.calibration.settings import Settings
 from corp.errors import CorpWarning
-from corp.tables import markdown_table
+from corp.io.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES, TOKENS = 8, 512

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from corp.calibration.memory import human, site_bytes
+from corp.io.tables import markdown_table
 from corp.numerics.linalg import packed_size
 from corp.sites import AttentionSite, MLPSite, Rotary, Rows
 from corp.surgery.attention import PackedAttention
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 

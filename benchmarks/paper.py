@@ -28,9 +28,9 @@ from benchmarks import paper_page
 from benchmarks.paper_numbers import DINOV2, MODELS, SPARSITIES
 from benchmarks.params import shapes_only_plan
 from corp.calibration.settings import Settings
+from corp.io.observer import timing
 from corp.measure.cost import count_macs, count_params
 from corp.measure.timing import interleave, speed_up, summarize
-from corp.observer import timing
 from corp.recipe import Recipe
 from corp.surgery.apply import shrink
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import paper_numbers as paper
-from corp.report.sweeps import kind
-from corp.tables import markdown_table
+from corp.io.tables import markdown_table
+from corp.storage.report.sweeps import kind
 
 Read = Callable[[str], Any]
 HEAD = """# The paper's tables and figures, made here

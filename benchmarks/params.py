@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 import corp
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
 from corp.planning.plan import GroupCost, Plan, SitePlan
 from corp.recipe import Recipe, kept_width
 from corp.surgery.apply import shrink
-from corp.tables import markdown_table
 
 # isort: split
 import timm

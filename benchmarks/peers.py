@@ -23,13 +23,13 @@ from torch import nn
 import corp
 from benchmarks.deit_tiny import NAME, Setup, accuracy
 from benchmarks.paper import pruned_shapes
-from corp.allocation.tokens import choose_schedule, merged_copy
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.data.images import ImageBatches, list_images
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
-from corp.refit.merged import find_merging
-from corp.tables import markdown_table
+from corp.steps.allocation.tokens import choose_schedule, merged_copy
+from corp.surgery.refit.merged import find_merging
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ("magnitude", "wanda", "vbp", "flap", "grail")

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 import corp
 from benchmarks.deit_tiny import Setup
-from corp.files import write_text
+from corp.io.files import write_text
+from corp.io.tables import markdown_table
 from corp.measure.footprint import disk_bytes
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import Recipe
 from corp.storage.export.formats import FILES, write_format
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("runtime", "precision", "model", "top-1 %", "MB on disk", "ms, batch 1", "gain", "ms, batch 8", "gain")

@@ -31,8 +31,8 @@ from benchmarks import scale_projection
 from corp import Recipe
 from corp.calibration.batches import evaluating, feed
 from corp.errors import CorpWarning
-from corp.observer import Observer
-from corp.tables import markdown_table
+from corp.io.observer import Observer
+from corp.io.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = {"paper": Recipe.paper(mlp=0.5, attn=0.5), "default": Recipe(target_macs=0.6)}

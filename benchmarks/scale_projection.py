@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corp.tables import markdown_table
+from corp.io.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 65_536  # 128 texts of 512

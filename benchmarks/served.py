@@ -27,6 +27,7 @@ from torch import nn
 import corp
 from benchmarks.params import shapes_only_plan
 from corp.adapters import hf_models
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import Recipe
@@ -35,7 +36,6 @@ from corp.storage.export.gguf_file import write_gguf
 from corp.storage.export.gguf_vocabulary import vocabulary_of
 from corp.storage.export.llama_cpp import Llama
 from corp.surgery.apply import shrink
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path.home() / ".cache" / "corp" / "smollm2-135m"

@@ -20,8 +20,8 @@ import torch
 
 import corp
 from benchmarks.language import MODELS, Benchmark
+from corp.io.tables import markdown_table
 from corp.recipe import ROTARY, Recipe
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 import corp
 from benchmarks.params import shapes_only_plan
-from corp.files import write_text
+from corp.io.files import write_text
+from corp.io.tables import markdown_table
 from corp.measure.cost import count_macs
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import KINDS, Recipe
 from corp.storage.export.formats import FILES, write_format
 from corp.surgery.apply import shrink
-from corp.tables import markdown_table
 
 # isort: split
 import timm

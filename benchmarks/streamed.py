@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 import corp
 from corp.calibration.memory import human
 from corp.errors import CorpWarning
+from corp.io.tables import markdown_table
 from corp.measure.footprint import resident_bytes
-from corp.streamed.prune import prune_streamed
-from corp.tables import markdown_table
+from corp.storage.streamed.prune import prune_streamed
 
 RESULTS = Path(__file__).parent / "results"
 SAMPLES, TOKENS, VOCABULARY = 8, 256, 32_000

@@ -16,8 +16,8 @@ import corp
 from benchmarks.deit_tiny import Setup, accuracy
 from corp.calibration.settings import Settings
 from corp.data.images import ImageBatches, list_images
+from corp.io.tables import markdown_table
 from corp.recipe import Recipe
-from corp.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH = 768  # hidden channels of DeiT-Tiny

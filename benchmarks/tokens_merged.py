@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from benchmarks.speed import MODELS, RESULTS, RUNTIMES, runner, sample
-from corp.allocation.tokens import Shape, fitting, in_every_second, mac_share, merged_copy, rising
-from corp.files import write_text
+from corp.io.files import write_text
+from corp.io.tables import markdown_table
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.planning.merging import Merging
-from corp.tables import markdown_table
+from corp.steps.allocation.tokens import Shape, fitting, in_every_second, mac_share, merged_copy, rising
 
 # isort: split
 import timm

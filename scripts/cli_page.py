@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from corp.cli.main import COMMANDS, load_command
-from corp.tables import markdown_table
+from corp.io.tables import markdown_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """# The command line

@@ -24,11 +24,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from corp.adapters.examples import candidates
 from corp.calibration.batches import feed
-from corp.refit.merged import find_merging
-from corp.refit.repair import why_not
+from corp.io.tables import markdown_table
 from corp.sites import Sites
 from corp.storage.export.possible import Exports
-from corp.tables import markdown_table
+from corp.surgery.refit.merged import find_merging
+from corp.surgery.refit.repair import why_not
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 SECONDS, PARAMETERS = 40, 40e6

@@ -30,7 +30,7 @@ PACKAGES = {  # files that are changed, and tests that should notice
     "planning": (
         "planning",
         "planning faults/test_fuzz.py contract/test_adapters.py test_api.py contract/test_output_head.py "
-        "allocation/test_allocation.py report",
+        "steps/allocation/test_allocation.py storage/report",
     ),
     "surgery": (
         "surgery",
@@ -38,9 +38,9 @@ PACKAGES = {  # files that are changed, and tests that should notice
         "test_api.py",
     ),
     "loaders": (
-        "storage/folder.py storage/tying.py adapters/hf_models.py adapters/timm_models.py files.py "
+        "storage/folder.py storage/tying.py adapters/hf_models.py adapters/timm_models.py io/files.py "
         "calibration/statistics.py evaluate/heads.py",
-        "test_files.py storage/test_storage.py calibration/test_statistics.py golden faults/test_attacks.py "
+        "io/test_files.py storage/test_storage.py calibration/test_statistics.py golden faults/test_attacks.py "
         "evaluate/test_heads.py cli/test_hf_cli.py",
     ),
 }

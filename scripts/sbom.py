@@ -19,8 +19,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from corp.files import write_text
-from corp.tables import markdown_table
+from corp.io.files import write_text
+from corp.io.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 NAME = "corp-prune"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import corp
-from corp.files import write_text
+from corp.io.files import write_text
 from tests.helpers.faults import COMMANDS, FAULTS, BrokenError, Workshop, applies, attempt, can_mount
 from tests.helpers.fuzz import TARGETS
 

@@ -61,7 +61,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
 @pytest.fixture(autouse=True)
 def _enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests have few tokens per channel; those that are about judging the ranking by that set it themselves."""
-    monkeypatch.setattr("corp.allocation.search.TOKENS_PER_CHANNEL", 0)
+    monkeypatch.setattr("corp.steps.allocation.search.TOKENS_PER_CHANNEL", 0)
 
 
 @pytest.fixture(scope="session")

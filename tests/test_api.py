@@ -13,11 +13,11 @@ from torch import nn
 import corp
 from corp import CorpError, Recipe
 from corp.adapters.registry import find_sites
-from corp.allocation.budget import count_budget
-from corp.allocation.curves import site_curves
 from corp.errors import CorpWarning
-from corp.refit.blocks import examine
 from corp.sites import fingerprint
+from corp.steps.allocation.budget import count_budget
+from corp.steps.allocation.curves import site_curves
+from corp.surgery.refit.blocks import examine
 from tests.helpers.models import as_saved, build, images, vit
 from tests.helpers.observers import Recorder
 

@@ -10,13 +10,13 @@ from rich.console import Console
 
 import corp
 import corp.api
-from corp.allocation.search import most_trials
-from corp.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP
-from corp.allocation.trials import climb
+from corp.io.observer import Bars, Observer, duration
+from corp.io.tables import html_table
 from corp.measure.comparison import compare
 from corp.measure.estimate import Estimate, Stage
-from corp.observer import Bars, Observer, duration
-from corp.tables import html_table
+from corp.steps.allocation.search import most_trials
+from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP
+from corp.steps.allocation.trials import climb
 from tests.helpers.models import images, vit
 
 

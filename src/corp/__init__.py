@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from corp.calibration.statistics import Statistics as Statistics
     from corp.errors import CorpError as CorpError
     from corp.evaluate.shift import measure_shift as measure_shift
-    from corp.observer import Observer as Observer
+    from corp.io.observer import Observer as Observer
     from corp.planning.plan import Plan as Plan
     from corp.recipe import Recipe as Recipe
     from corp.steps.result import Result as Result
     from corp.storage.folder import load as load
     from corp.storage.folder import save as save
-    from corp.streamed.prune import prune_streamed as prune_streamed
+    from corp.storage.streamed.prune import prune_streamed as prune_streamed
 
 # Each public name and the module that it comes from. A module is imported when its name is first used, so that
 # `corp --help` does not wait for torch.
 _PUBLIC = {
     "CorpError": "errors",
-    "Observer": "observer",
+    "Observer": "io.observer",
     "Plan": "planning.plan",
     "Recipe": "recipe",
     "Result": "steps.result",
@@ -46,7 +46,7 @@ _PUBLIC = {
     "measure_shift": "evaluate.shift",
     "plan": "api",
     "prune": "api",
-    "prune_streamed": "streamed.prune",
+    "prune_streamed": "storage.streamed.prune",
     "register_adapter": "adapters.registry",
     "repair": "api",
     "save": "storage.folder",

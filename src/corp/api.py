@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp.allocation.allocator import Allocator
 from corp.calibration.batches import Forward, keep_cache_setting, without_cache
 from corp.calibration.experts import supplied
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, PlanError
+from corp.io.observer import SILENT, Bars, Clock, Observer
 from corp.measure.estimate import Estimate
-from corp.observer import SILENT, Bars, Clock, Observer
 from corp.planning.plan import Plan
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
-from corp.refit.repair import find_blocks, why_not
+from corp.steps.allocation.allocator import Allocator
 from corp.steps.apply import apply_plan, packed
 from corp.steps.calibrate import run_calibration
 from corp.steps.estimate import estimate_run, outcome
@@ -32,6 +31,7 @@ from corp.steps.run import Dense, Run
 from corp.steps.tokens import prune_tokens
 from corp.steps.widths import prune_widths
 from corp.surgery.opened import opened
+from corp.surgery.refit.repair import find_blocks, why_not
 
 
 def calibrate(

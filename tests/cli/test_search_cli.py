@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import corp
-from corp.allocation.budget import Sample
 from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
+from corp.steps.allocation.budget import Sample
 from corp.surgery.apply import history
 from tests.helpers.command import content, failure, run
 from tests.helpers.seeds import seed_all, seeded
@@ -101,7 +101,7 @@ def test_a_target_of_time(weights: Path, photos: Path, monkeypatch: pytest.Monke
         value = count_params(dense) / count_params(other)
         return Ratio(value, value, value)
 
-    monkeypatch.setattr("corp.allocation.latency.compare_times", timed)
+    monkeypatch.setattr("corp.steps.allocation.latency.compare_times", timed)
     common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--target-latency", 0.8)
     found = content(*common)["why"]["latency"]
     assert 0.75 < found["measured"]["value"] <= 0.8

@@ -14,13 +14,13 @@ from timm.models.vision_transformer import VisionTransformer
 
 import corp
 from corp import CorpError, Recipe
-from corp.allocation.tokens import count_operations, merged_copy, rising
 from corp.measure.cost import count_macs, count_params
 from corp.measure.timing import Ratio
 from corp.planning.plan import Plan
-from corp.refit.merged import find_merging
-from corp.refit.tokens import FASTER, fast_schedule, offer_merging
+from corp.steps.allocation.tokens import count_operations, merged_copy, rising
+from corp.steps.allocation.tokens_and_widths import FASTER, fast_schedule, offer_merging
 from corp.storage import folder as storage
+from corp.surgery.refit.merged import find_merging
 from tests.helpers import models
 from tests.helpers.models import SMALL
 from tests.helpers.seeds import seeded

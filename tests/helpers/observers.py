@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from corp.observer import Advance, Observer
+from corp.io.observer import Advance, Observer
 from corp.sites import Sites
 
 

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from corp.planning.plan import GroupCost, Plan, SitePlan
 from corp.planning.report import Report
 from corp.recipe import Recipe
-from corp.report.html import Run
+from corp.storage.report.html import Run
 
 EVIL = "<script>alert(1)</script>"
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -10,9 +10,9 @@ import pytest
 
 import corp
 from corp import api
+from corp.io.observer import Clock, Observer
 from corp.measure import estimate
 from corp.measure.estimate import Estimate, Load, Machine, Stage
-from corp.observer import Clock, Observer
 from corp.sites import AttentionSite, MLPSite, Rows
 from tests.helpers.models import images, vit
 from tests.helpers.observers import Recorder
@@ -78,7 +78,7 @@ class Watch(Recorder):
 def test_the_stages_that_were_announced_are_those_that_run(
     recipe: corp.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corp.allocation.search.TOKENS_PER_CHANNEL", 4)
+    monkeypatch.setattr("corp.steps.allocation.search.TOKENS_PER_CHANNEL", 4)
     watch = Watch()
     batches = images(size=4 if recipe.mlp == 0.3 else 50)
     result = corp.prune(vit().double(), batches, recipe, observer=watch)

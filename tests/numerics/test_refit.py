@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from corp.numerics.refit import RIDGES, choose_ridge, fit_gap, gap_left, gap_of
-from corp.refit.gaps import GapSums, TokenSums
+from corp.surgery.refit.gaps import GapSums, TokenSums
 from tests.helpers.seeds import seeded
 
 

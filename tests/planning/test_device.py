@@ -11,9 +11,9 @@ import torch
 
 import corp
 from corp import Recipe
+from corp.io.observer import Observer
 from corp.numerics.linalg import solve_ridge
 from corp.numerics.place import Place
-from corp.observer import Observer
 from corp.planning.planners import fold_site, plan_site
 from corp.sites import site_devices
 from tests.helpers import models, rotary_models

@@ -21,7 +21,7 @@ from corp.adapters import hub
 from corp.adapters.hf import refuse_deep
 from corp.adapters.shell import without_weights
 from corp.errors import DataError, ModelError
-from corp.files import MAX_JSON_BYTES
+from corp.io.files import MAX_JSON_BYTES
 from corp.measure.cost import count_params
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")

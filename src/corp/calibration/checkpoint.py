@@ -15,7 +15,7 @@ from corp.calibration.hooks import Collector
 from corp.calibration.site_sums import entry_of, read_sums
 from corp.calibration.statistics import read_entries, write_site
 from corp.errors import StorageError
-from corp.files import cannot_write, file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.io.files import cannot_write, file_in, lock_folder, read_json, refuse_existing, write_text
 
 CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 

@@ -24,8 +24,8 @@ from corp.calibration.site_sums import Entry
 from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
 from corp.calibration.workers import Workers
 from corp.errors import CorpError, DataError, StatisticsError
-from corp.files import lock_folder, refuse_existing, write_text
-from corp.observer import SILENT, Advance, Observer
+from corp.io.files import lock_folder, refuse_existing, write_text
+from corp.io.observer import SILENT, Advance, Observer
 from corp.sites import AttentionSite, OutputHead, Site
 
 

@@ -16,7 +16,7 @@ from corp.calibration.grams import Grams
 from corp.calibration.moments import Moments
 from corp.calibration.pairs import PairSums
 from corp.errors import StatisticsError
-from corp.files import write_tensors
+from corp.io.files import write_tensors
 from corp.numerics.place import Place
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)

@@ -14,9 +14,9 @@ from corp.calibration.moments import Moments
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Entry, SiteSums, Sums, added, changed, entry_of, stored, write_sums
 from corp.errors import StatisticsError
-from corp.files import file_in, new_folder, read_json, write_text
+from corp.io.files import file_in, new_folder, read_json, write_text
+from corp.io.tables import Tabular
 from corp.numerics.place import Place
-from corp.tables import Tabular
 
 FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 4, "statistics.json"
 

@@ -21,10 +21,10 @@ from corp.cli.models import load_model
 from corp.errors import DataError
 from corp.evaluate.redundancy import Analysis, Row
 from corp.evaluate.redundancy import analyze as measure
-from corp.files import new_folder, refuse_existing
-from corp.report import pictures, svg
+from corp.io.files import new_folder, refuse_existing
+from corp.io.tables import write_csv
 from corp.sites import Sites
-from corp.tables import write_csv
+from corp.storage.report import pictures, svg
 
 COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
 PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from corp.cli.recipes import flag
 from corp.errors import CorpError, CorpWarning
-from corp.observer import Advance, Bars, Observer
+from corp.io.observer import Advance, Bars, Observer
 from corp.recipe import Recipe
 
 P = ParamSpec("P")

@@ -15,11 +15,11 @@ from corp.cli import arguments as a
 from corp.cli.console import Console, command, note, progress, show_json, show_table
 from corp.cli.report import DEMO_LABELS, demo_study
 from corp.data import digits
-from corp.files import new_folder, refuse_existing
+from corp.io.files import new_folder, refuse_existing
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
-from corp.report import pictures, svg
-from corp.report.html import Run, Study, page
+from corp.storage.report import pictures, svg
+from corp.storage.report.html import Run, Study, page
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
 SHOWN = 0.5  # the sparsity whose layers the page shows

@@ -20,9 +20,9 @@ from corp.cli.console import Console, note, progress
 from corp.cli.models import load_model, place
 from corp.cli.sources import calibration_batches
 from corp.errors import DataError, warn
-from corp.files import refuse_existing
+from corp.io.files import refuse_existing
+from corp.io.observer import SILENT
 from corp.measure.cost import count_params
-from corp.observer import SILENT
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
 

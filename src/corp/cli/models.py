@@ -12,7 +12,7 @@ from torch import nn
 
 from corp.cli.console import note
 from corp.errors import CorpError, DataError, ModelError
-from corp.files import read_json
+from corp.io.files import read_json
 from corp.storage import folder as storage
 
 HF = "hf:"

@@ -223,7 +223,7 @@ def before_and_after(
 def show_report(report: Report) -> None:
     from corp.planning.plan import COLUMNS
     from corp.planning.report import STAGES, TOTALS
-    from corp.report.why import explained
+    from corp.storage.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())
@@ -243,7 +243,7 @@ def note_merging(
 ) -> None:
     """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
     from corp.cli.models import IMAGE, kind_of
-    from corp.refit.tokens import offer_merging
+    from corp.steps.allocation.tokens_and_widths import offer_merging
 
     target = recipe.target_macs or recipe.target_latency
     if sites is None or target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:

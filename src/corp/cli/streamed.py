@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from corp.calibration.settings import Settings
     from corp.cli.arguments import Source
     from corp.planning.report import Report
-    from corp.streamed.opening import Opened
+    from corp.storage.streamed.opening import Opened
 
 
 def require_alone(given: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ def prune_streamed(
     """Prune block by block into `out`; without it, only say how much memory that takes. Without `show`, as JSON."""
     from corp.cli import inputs
     from corp.cli.models import companion_places, lacking_companions
-    from corp.streamed.prune import estimate_opened, prune_opened
+    from corp.storage.streamed.prune import estimate_opened, prune_opened
 
     inputs.require_data(source)
     opened = _opened(source)
@@ -57,7 +57,7 @@ def prune_streamed(
 
 def _opened(source: Source) -> Opened:
     from corp.cli.models import DTYPES, HF, chosen_device
-    from corp.streamed.opening import open_folder
+    from corp.storage.streamed.opening import open_folder
 
     if source.weights is not None:
         raise ModelError("--stream reads the weights beside the config in the model's folder: leave --weights out")

@@ -1,4 +1,4 @@
 """Files to batches: folders of images or texts come in, batches that a model takes go out.
 
-evaluate, report and cli import it; the core takes any iterable of batches and does not.
+evaluate and cli import it; the core takes any iterable of batches and does not.
 """

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from corp.errors import ModelError, StorageError
-from corp.files import cannot_write, write_tensors
+from corp.io.files import cannot_write, write_tensors
 
 SEGMENTATION, DEPTH = "segmentation", "depth"
 TASKS = (SEGMENTATION, DEPTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from corp.tables import text_table
+from corp.io.tables import text_table
 
 GROWTH = 0.5  # an error that grows by more than this share is warned of
 NEGLIGIBLE = 1e-3  # of the output's energy: below it an error may grow as it likes

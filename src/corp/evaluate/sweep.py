@@ -22,8 +22,8 @@ from corp.calibration.checkpoint import prepare_folder
 from corp.calibration.settings import Settings, enough_tokens
 from corp.calibration.statistics import Statistics, merge
 from corp.errors import DataError, RecipeError
-from corp.files import cannot_write, lock_folder, read_json, refuse_existing, write_text
-from corp.observer import Advance, Observer, timing
+from corp.io.files import cannot_write, lock_folder, read_json, refuse_existing, write_text
+from corp.io.observer import Advance, Observer, timing
 from corp.recipe import KINDS, TOGETHER, Recipe, preset_of
 from corp.sites import AttentionSite
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from corp.calibration.batches import Forward, evaluating, feed, placement, size_of
 from corp.errors import DataError
+from corp.io.tables import Tabular
 from corp.measure.closeness import Reference
 from corp.measure.intervals import Interval
 from corp.measure.timing import Ratio, interleave, speed_up
-from corp.tables import Tabular
 
 ROUNDS = 9  # of timing: the median of so many is known with 95 % confidence
 

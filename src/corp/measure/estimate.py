@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from corp.calibration.batches import Forward, evaluating, feed, inputs_of, move, placement, size_of
 from corp.calibration.grams import CAUSAL_BLOCKS, folds_after
 from corp.calibration.memory import human, site_bytes, working_bytes
+from corp.io.observer import duration
+from corp.io.tables import Tabular
 from corp.measure.footprint import weight_bytes
 from corp.measure.units import tokens_at
-from corp.observer import duration
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, OutputHead, Site, Sites, projection_at
-from corp.tables import Tabular
 
 FIT, SKETCH, ELIMINATE, VALUES = 4.0, 1.8, 3.0, 12.0  # D^3, float64: plan a layer, plan it for a trial, choose inputs
 TOUCH = 2000.0  # D^2: what a fit reads and writes, in products that the same time would do

@@ -15,9 +15,9 @@ from corp.calibration.head_grams import HeadGrams
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
+from corp.io.observer import timed
 from corp.numerics import logit, rank, rotary, subspace
 from corp.numerics.kronecker import ENOUGH
-from corp.observer import timed
 from corp.planning.fitting import fit_head, head_system, split
 from corp.planning.normed import NormedPairs, require_lengths
 from corp.planning.pairs import Pairs

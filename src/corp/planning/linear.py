@@ -10,8 +10,8 @@ from torch import Tensor
 
 from corp.calibration.moments import Moments
 from corp.calibration.site_sums import SiteSums
+from corp.io.observer import timed
 from corp.numerics import affine, exact, rank, values
-from corp.observer import timed
 from corp.planning.fitting import fit_linear, moments_for_fit, split
 from corp.planning.plan import GroupCost, LinearFold, SitePlan
 from corp.recipe import COORDINATES, SUBSPACE, Recipe

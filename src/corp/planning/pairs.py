@@ -10,8 +10,8 @@ from torch import Tensor
 
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
+from corp.io.observer import timed
 from corp.numerics import rank, rotary
-from corp.observer import timed
 from corp.planning.fitting import fit_rotated, split
 from corp.planning.parts import Maps, Part, Shares, held_out, share, together
 from corp.planning.plan import GroupCost

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from corp.errors import PlanError
-from corp.files import read_json, write_text
+from corp.io.files import read_json, write_text
+from corp.io.tables import Tabular
 from corp.numerics.affine import Folded
 from corp.numerics.lengths import Length
 from corp.planning.merging import Merging
 from corp.planning.output import OutputPlan
 from corp.recipe import BASES, COORDINATES, KINDS, Recipe
-from corp.tables import Tabular
 
 PLAN_VERSION = 3
 COLUMNS = ("site", "kind", "width", "kept", "asked", "removed", "rho²", "error", "error without compensation")

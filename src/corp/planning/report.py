@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from corp.observer import duration
+from corp.io.observer import duration
+from corp.io.tables import text_table
 from corp.planning.plan import Plan, SitePlan
-from corp.tables import text_table
 
 TOTALS = ("", "before", "after", "ratio")
 STAGES = ("stage", "estimated", "took")

@@ -1,6 +1,6 @@
 """What is asked for: plain values come in, a checked and frozen `Recipe` goes out.
 
-It imports errors and tables only; every package after it may import it, by the names listed here.
+It imports errors and io only; every package after it may import it, by the names listed here.
 """
 
 from corp.recipe.choices import (

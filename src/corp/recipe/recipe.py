@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from corp.errors import RecipeError
+from corp.io.tables import Tabular
 from corp.recipe.checks import (
     Wanted,
     checked_sparsity,
@@ -42,7 +43,6 @@ from corp.recipe.choices import (
     UNIFORM,
 )
 from corp.recipe.rounding import check_rounding, multiple_for, nearest
-from corp.tables import Tabular
 
 _UNITS = {"target_macs": "MACs", "target_params": "parameters", "target_latency": "time per sample"}
 _REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "value dimensions"}

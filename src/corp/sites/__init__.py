@@ -1,6 +1,6 @@
 """Where prunable things are in a model: names of modules come in; plain data and the weights it points at go out.
 
-It imports errors and tables only; every package after it may import it, by the names listed here.
+It imports errors and io only; every package after it may import it, by the names listed here.
 """
 
 from corp.sites.found import Finding, Layer, Refusal, Sites

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from corp.errors import ModelError
+from corp.io.tables import Tabular
 from corp.sites.kinds import AttentionSite, MLPSite, OutputHead, Site, ValueSite, heads_of
-from corp.tables import Tabular
 
 
 @dataclass(frozen=True)

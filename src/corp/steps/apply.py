@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from corp.allocation.budget import Sample, one_sample
 from corp.calibration import workers
 from corp.calibration.statistics import Statistics
 from corp.errors import warn
-from corp.observer import SILENT, Observer, timed
+from corp.io.observer import SILENT, Observer, timed
 from corp.planning.plan import Plan, SitePlan
 from corp.planning.planners import cost_of, fold_site
 from corp.planning.report import Report
 from corp.sites import at_site
+from corp.steps.allocation.budget import Sample, one_sample
 from corp.steps.count import before_after
 from corp.steps.result import Result
 from corp.steps.run import Dense

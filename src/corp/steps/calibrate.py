@@ -11,10 +11,10 @@ from corp.calibration.job import Job
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.recipe import Recipe
-from corp.refit.recording import Recorder
-from corp.refit.replay import Block
 from corp.sites import OutputHead, Site
 from corp.steps.run import Dense, Run
+from corp.surgery.refit.recording import Recorder
+from corp.surgery.refit.replay import Block
 
 
 def run_calibration(

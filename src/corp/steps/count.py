@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp.allocation.budget import Sample, one_sample
-from corp.allocation.tokens import first_sample
 from corp.calibration.batches import Forward, evaluating, feed, move, placement, uncompiled
 from corp.errors import ModelError
 from corp.measure.cost import count_macs, count_params
+from corp.steps.allocation.budget import Sample, one_sample
+from corp.steps.allocation.tokens import first_sample
 from corp.steps.run import Run
 
 

@@ -7,21 +7,21 @@ from typing import Any
 
 from torch import nn
 
-from corp.allocation.search import samples_needed, usual_trials
 from corp.calibration.batches import count_samples, placement
 from corp.calibration.holdout import HoldOut, batch_count
 from corp.calibration.memory import free_bytes
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
+from corp.io.observer import Clock
 from corp.measure.cost import count_params
 from corp.measure.estimate import Estimate, Load, Machine, estimate_stages, measure_machine, summed
 from corp.measure.footprint import resident_bytes
-from corp.observer import Clock
 from corp.recipe import GAIN, Recipe
-from corp.refit.recording import samples_wanted
-from corp.refit.replay import Block
 from corp.sites import AttentionSite
+from corp.steps.allocation.search import samples_needed, usual_trials
 from corp.steps.run import Dense, Run
+from corp.surgery.refit.recording import samples_wanted
+from corp.surgery.refit.replay import Block
 
 
 def estimate_run(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | None, blocks: list[Block]) -> Estimate:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from corp.allocation.allocator import Allocation, Allocator
-from corp.allocation.budget import Sample
-from corp.allocation.search import search
 from corp.calibration import workers
 from corp.calibration.experts import starved
 from corp.calibration.holdout import HeldBatches
 from corp.calibration.statistics import Statistics
 from corp.errors import warn
-from corp.observer import Observer, timed
+from corp.io.observer import Observer, timed
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan, SitePlan
@@ -18,6 +15,9 @@ from corp.planning.planners import cost_of, pairs_of_all, plan_site
 from corp.planning.widths import rounded_away
 from corp.recipe import Recipe
 from corp.sites import Site, at_site, projection_at
+from corp.steps.allocation.allocator import Allocation, Allocator
+from corp.steps.allocation.budget import Sample
+from corp.steps.allocation.search import search
 from corp.steps.run import Dense, Run
 
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from corp.calibration.batches import feed, first_batch
+from corp.io.observer import timed
 from corp.numerics.place import Place
-from corp.observer import timed
 from corp.recipe import Recipe
-from corp.refit.recording import record_batches, samples_wanted
-from corp.refit.repair import Repair, require_whole
-from corp.refit.replay import Block, Passage
 from corp.steps.result import Result
 from corp.steps.run import Dense, Run
 from corp.surgery.apply import history, set_history
+from corp.surgery.refit.recording import record_batches, samples_wanted
+from corp.surgery.refit.repair import Repair, require_whole
+from corp.surgery.refit.replay import Block, Passage
 
 
 def refit(

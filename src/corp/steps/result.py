@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from corp.calibration.batches import Forward
+from corp.io.tables import Tabular
 from corp.measure.comparison import Comparison, compare
 from corp.planning.plan import Plan
 from corp.planning.report import TOTALS, Report
-from corp.tables import Tabular
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,8 +13,8 @@ from corp.calibration.batches import Forward, first_batch, first_samples
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
+from corp.io.observer import Observer
 from corp.numerics.place import Place
-from corp.observer import Observer
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint, site_devices

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from corp.allocation.allocator import Allocator
-from corp.allocation.latency import compare_times
-from corp.allocation.tokens import Operations, count_operations, merged_copy
 from corp.calibration.batches import count_samples, first_batch
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
@@ -21,11 +18,19 @@ from corp.planning.merging import Merging
 from corp.planning.plan import Plan
 from corp.planning.report import Report
 from corp.recipe import AUTO, Recipe
-from corp.refit.merged import find_merging, repair_merged
-from corp.refit.recording import record_batches
-from corp.refit.repair import why_not
-from corp.refit.tokens import JUDGED_AT, WIDTHS, Joint, fast_schedule, given_merging, start_schedule, widths_at
-from corp.refit.tokens import samples_needed as samples_for_tokens
+from corp.steps.allocation.allocator import Allocator
+from corp.steps.allocation.latency import compare_times
+from corp.steps.allocation.tokens import Operations, count_operations, merged_copy
+from corp.steps.allocation.tokens_and_widths import (
+    JUDGED_AT,
+    WIDTHS,
+    Joint,
+    fast_schedule,
+    given_merging,
+    start_schedule,
+    widths_at,
+)
+from corp.steps.allocation.tokens_and_widths import samples_needed as samples_for_tokens
 from corp.steps.calibrate import run_calibration
 from corp.steps.count import before_after, sample_of
 from corp.steps.estimate import estimate_run
@@ -34,6 +39,9 @@ from corp.steps.run import Dense, Run
 from corp.steps.widths import prune_widths
 from corp.surgery.apply import history, set_history
 from corp.surgery.merged import merge_tokens
+from corp.surgery.refit.merged import find_merging, repair_merged
+from corp.surgery.refit.recording import record_batches
+from corp.surgery.refit.repair import why_not
 
 ROUNDS = 4  # times that widths of a merged model are made smaller if they are over the budget
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from corp.allocation.search import samples_needed
 from corp.calibration.batches import without_cache
 from corp.calibration.experts import supplied
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
 from corp.recipe import Recipe
-from corp.refit.repair import why_not
+from corp.steps.allocation.search import samples_needed
 from corp.steps.apply import apply_plan
 from corp.steps.calibrate import recorder_for, run_calibration
 from corp.steps.count import countable
@@ -17,6 +16,7 @@ from corp.steps.plan import choose_widths, plan_sites, warn_of_notes
 from corp.steps.refit import refit
 from corp.steps.result import Result
 from corp.steps.run import Dense, Run
+from corp.surgery.refit.repair import why_not
 
 
 def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | None) -> Result:

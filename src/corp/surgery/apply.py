@@ -12,9 +12,9 @@ from torch import nn
 
 from corp.calibration.statistics import Statistics
 from corp.errors import PlanError
+from corp.io.observer import timed
 from corp.numerics import values
 from corp.numerics.output import LowRank
-from corp.observer import timed
 from corp.planning.output import OutputPlan, fold_output, spectrum_of
 from corp.planning.plan import Fold, HeadMaps, LinearFold, Plan, SitePlan
 from corp.planning.planners import fold_site

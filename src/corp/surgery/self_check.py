@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from corp.calibration.statistics import Statistics
 from corp.errors import ModelError
+from corp.io.observer import Advance
 from corp.numerics import rotary, subspace
 from corp.numerics.affine import Folded
 from corp.numerics.output import LowRank, output_error
 from corp.numerics.place import Place, in_float64
-from corp.observer import Advance
 from corp.planning.fitting import split
 from corp.planning.output import OutputPlan
 from corp.planning.plan import Plan, SitePlan

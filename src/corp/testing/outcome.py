@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from corp.errors import ModelError
-from corp.tables import Tabular
+from corp.io.tables import Tabular
 
 WIDE = 96  # characters of a detail in one line of the table
 

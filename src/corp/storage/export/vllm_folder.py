@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corp.files import write_tensors
+from corp.io.files import write_tensors
 from corp.storage.export.decoder import LAYERS, Decoder
 from corp.storage.export.rotary import longrope
 

@@ -1,4 +1,0 @@
-"""Budget to widths: a target and the error curve of every site come in, the width of every site goes out.
-
-With held-out batches it also tries models and compares them with the dense one. Only refit, steps and above import it.
-"""

@@ -1,4 +1,0 @@
-"""Results for people: plans, scores and sweeps come in, tables, charts and pages go out.
-
-Only storage and cli import it.
-"""

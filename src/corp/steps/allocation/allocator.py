@@ -1,0 +1,222 @@
+"""The widths of all sites under a recipe: given shares, equal shares of a budget, or allocation by marginal gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from corp.calibration.batches import evaluating, run
+from corp.calibration.hooks import removing
+from corp.calibration.statistics import Statistics
+from corp.calibration.threads import here
+from corp.errors import PlanError
+from corp.io.observer import SILENT, Observer
+from corp.numerics.exact import Path
+from corp.numerics.output import Spectrum
+from corp.numerics.subspace import Subspace
+from corp.planning.floors import raised, with_floors
+from corp.planning.heads import nested_maps
+from corp.planning.output import spectrum_of
+from corp.planning.widths import width_of
+from corp.recipe import KINDS, SUBSPACE, UNIFORM, Recipe, kept_width
+from corp.sites import Sites, projection_at
+from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
+from corp.steps.allocation.curves import Curve, allocate, site_curves, usual_power
+from corp.steps.allocation.latency import Clock, Time
+
+ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast enough
+OVER = 1.1  # the excess of a slow result, and a little more, is taken off the next aim
+
+
+class Allocation(NamedTuple):
+    """How wide every site stays, why (for the plan's record), and elimination paths that were needed for it."""
+
+    widths: Mapping[str, int]
+    why: Mapping[str, Any]
+    paths: Mapping[str, Path] = {}
+    rank: int | None = None  # of the output head, if it is factored
+
+
+class Allocator:
+    """Widths of one model under variations of one recipe; what does not depend on the target is computed once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: Sites,
+        stats: Statistics,
+        recipe: Recipe,
+        observer: Observer = SILENT,
+        sample: Sample | None = None,
+        curves: Mapping[str, Curve] | None = None,
+    ) -> None:
+        self.model, self.stats, self.recipe, self.observer = model, stats, recipe, observer
+        self.sites = with_floors(sites, stats, recipe)
+        self.given = sample  # to count on, where statistics do not say what the model takes
+        self._counted: dict[str, Budget] = {}
+        self._known = curves  # if they were made before, one block at a time
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        if self._known is not None:
+            return dict(self._known)
+        return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
+
+    @cached_property
+    def nested(self) -> dict[str, list[Subspace]]:
+        """The nested maps of every attention that has dimensions to map, which give a trial of any width."""
+        if self.recipe.attn_basis != SUBSPACE:
+            return {}
+        plain = [site for site in self.sites.attention if site.plain_width and not self.recipe.skips(site.name)]
+        return {site.name: nested_maps(site, self.stats.grams_of(site.plain_name).total()) for site in plain}
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """The leading directions of the output head."""
+        assert self.sites.output is not None
+        name = self.sites.output.name
+        return spectrum_of(projection_at(self.model, name), self.stats.moments_of(name).total())
+
+    @cached_property
+    def clock(self) -> Clock:
+        return Clock(self.model, self.sites, self.sample, self.recipe)
+
+    @cached_property
+    def sample(self) -> Sample:
+        """What operations are counted and times measured on."""
+        return self.given or one_sample(self.model, self.stats.inputs)
+
+    @property
+    def counts_macs(self) -> bool:
+        return self.given is not None or self.stats.inputs is not None
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """The elimination paths of MLPs, if curves were needed."""
+        curves = vars(self).get("curves", {})
+        return {name: curve.path for name, curve in curves.items() if curve.path is not None}
+
+    def budget(self, what: str, share: float) -> Budget:
+        """What may be spent; the dense model is counted once."""
+        if what not in self._counted:
+            self._counted[what] = count_budget(self.model, self.sites, what, None if what == "params" else self.sample)
+        return replace(self._counted[what], share=share)
+
+    def allocate(
+        self,
+        recipe: Recipe,
+        queries: float | None = None,
+        power: float | None = None,
+        output: float | None = None,
+    ) -> Allocation:
+        """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation.
+
+        `queries` is the share of Q/K dimensions to remove, `power` how errors count and `output` the share of the
+        output head's rank to remove; by default the rules decide.
+        """
+        rank = self.output_rank(recipe.output or output or 0.0)
+
+        if recipe.min_agreement is not None:
+            raise PlanError(
+                "min_agreement is measured on batches that are held out of calibration, and statistics hold none: use "
+                "corp.prune(model, batches, recipe), or give a target"
+            )
+        if recipe.target_latency is not None:
+            return self._in_time(recipe, recipe.target_latency, queries, power)._replace(rank=rank)
+        for what in ("params", "macs"):
+            target = getattr(recipe, f"target_{what}")
+            if target is not None:
+                budget = replace(self.budget(what, target), spared=self.spared(what, rank))
+                return self._within(budget, recipe, queries, power)._replace(rank=rank)
+        widths = {site.name: width_of(site, self.sites, recipe) for site in self.sites}
+        notes = raised(self.sites, recipe)
+        return Allocation(widths, {"notes": notes} if notes else {}, rank=rank)
+
+    def output_rank(self, share: float) -> int | None:
+        """The rank that is left of the output head; None if it stays dense, or would be no cheaper."""
+        head = self.sites.output
+        if head is None or share == 0:
+            return None
+        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp", head.inputs))
+        return keep if keep * (head.inputs + head.outputs) < head.inputs * head.outputs else None
+
+    def spared(self, what: str, rank: int | None) -> int:
+        """What an output head of this rank saves; a tied one saves no parameters."""
+        head = self.sites.output
+        if head is None or rank is None:
+            return 0
+        thin, dense = rank * (head.inputs + head.outputs), head.inputs * head.outputs
+        if what == "params":
+            return (0 if head.tied else dense) - thin - head.outputs
+        return (dense - thin) * self.positions
+
+    @cached_property
+    def positions(self) -> int:
+        """For how many tokens of one sample the output head is computed."""
+        head = self.sites.output
+        assert head is not None
+        seen: list[int] = []
+        hook = self.model.get_submodule(head.name).register_forward_hook(
+            here(lambda _m, args, _o: seen.append(args[0].numel()))
+        )
+        with torch.no_grad(), evaluating(self.model), removing([hook]):
+            run(self.model, *self.sample)
+        return sum(seen) // head.inputs
+
+    def _in_time(self, recipe: Recipe, wanted: float, queries: float | None, power: float | None) -> Allocation:
+        """Within a measured table of times; the result is timed, and made smaller if the table promised too much."""
+        aim, recipe = wanted, self.clock.without_idle(recipe)
+        for left in reversed(range(ROUNDS)):
+            found = self._within(self.clock.budget(aim), recipe, queries, power)
+            predicted, measured = self.clock.predicted(found.widths), self.clock.time(found.widths)
+            if measured.value <= wanted or not left:
+                break
+            aim -= OVER * (measured.value - wanted)
+        record = {**self.clock.record(), "aimed_at": aim, "predicted": predicted, "measured": measured._asdict()}
+        why = {"allocation": {**found.why["allocation"], "target": wanted}, "latency": record}
+        return found._replace(why=why | _missed(wanted, measured))
+
+    def _within(self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None) -> Allocation:
+        asked = uniform(self.sites, recipe, budget, queries if recipe.allocate == UNIFORM else None)
+        widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
+        why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
+        if recipe.allocate == UNIFORM:
+            why |= {} if queries is None else {"queries": asked.attn}
+        else:
+            wanted = query_share(asked.mlp) if queries is None else queries
+            power = usual_power(self.curves) if power is None else power
+            widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power)
+            why |= {"queries": taken, "power": power}
+        return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths)
+
+
+def query_share(equal: float) -> float:
+    """How much of Q/K goes under a budget that equal shares of MLP and Q/K, `equal` each, would meet.
+
+    As a subspace Q/K costs little at first and much at the end: more than the others under a mild budget, less under a
+    hard one. The line is what did best on DeiT-Tiny between 0.35 and 0.9 of its operations (docs/budgets.md).
+    """
+    return min(3 * equal, 0.25 + 0.5 * equal)
+
+
+def removed(sites: Sites, widths: Mapping[str, int]) -> dict[str, float]:
+    """The share that each kind of site loses, all its sites together."""
+    found = {}
+    for kind in KINDS:
+        own = [site for site in sites if site.kind == kind]
+        if own:
+            found[kind] = 1 - sum(widths[site.name] for site in own) / sum(site.width for site in own)
+    return found
+
+
+def _missed(wanted: float, measured: Time) -> dict[str, list[str]]:
+    if measured.value <= wanted:
+        return {}
+    return {
+        "notes": [f"target_latency={wanted:g} was missed: the narrowed model takes {measured.value:.3f} of the time"]
+    }

@@ -1,0 +1,124 @@
+"""Widths that are found by trying: models are made from the fitted statistics and compared on held-out batches.
+
+Nothing is trained, and models are tried as they are before the refit, which costs less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from corp.calibration.batches import Forward, size_of
+from corp.errors import DataError, ModelError
+from corp.measure.closeness import Reference
+from corp.recipe import Recipe
+from corp.sites import Sites
+from corp.steps.allocation.agreement import STEPS, Agreement
+from corp.steps.allocation.allocator import Allocation, Allocator
+from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, Split
+from corp.steps.allocation.trials import Trials
+
+AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
+SPLIT_SAMPLES = 128  # to tell Q/K shares apart
+TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
+STRONGER = 10.0  # times the ridge, tried where tokens are few
+RANKINGS = 4  # rankings and ridges that are compared where tokens are few
+USUAL = 3  # steps that a search for one share takes
+JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
+
+
+def samples_needed(recipe: Recipe) -> int:
+    """How many held-out samples a search under this recipe wants; 0 if there is nothing to try."""
+    if recipe.min_agreement is not None:
+        return AGREEMENT_SAMPLES
+    return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
+
+
+def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int:
+    """About how many models a search makes, from the tokens that are fitted at every site."""
+    few = any(tokens[site.name] < TOKENS_PER_CHANNEL * site.width for site in sites.mlp if not recipe.skips(site.name))
+    judged = RANKINGS if few and _doubtful(recipe) else 0
+    if recipe.min_agreement is not None:
+        return judged + STEPS
+    climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
+    return judged + (len(POWERS) + climbed + 1 if recipe.searches else 0)
+
+
+def most_trials(recipe: Recipe) -> int:
+    """How many models a search makes at the most."""
+    if recipe.min_agreement is not None:
+        return STEPS + 1
+    steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
+    return RANKINGS + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+
+
+def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
+    """The allocator's recipe with what was left open found, and the widths, by trials on held-out batches."""
+    recipe, observer = allocator.recipe, allocator.observer
+    if recipe.min_agreement is not None and not held:
+        raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
+    scarce = bool(held) and _doubtful(recipe) and _scarce(allocator)
+    if not held or not (recipe.searches or scarce):  # a single batch: the rules decide, as in corp.plan
+        return recipe, allocator.allocate(recipe)
+    with observer.stage("trying widths", most_trials(recipe), "models") as advance:
+        try:
+            reference = Reference(allocator.model, held, forward)
+        except ModelError as error:
+            if recipe.searches:
+                raise
+            return recipe, allocator.allocate(recipe)._replace(why={"notes": [f"the ranking was not judged: {error}"]})
+        trials = Trials(allocator, recipe, reference, sum(map(size_of, held)), advance)
+        note: dict[str, list[str]] = {}
+        if scarce:
+            trials, note = _judged(trials)
+            recipe = trials.recipe
+        if recipe.min_agreement is not None:
+            recipe, found = Agreement(trials).run(recipe.min_agreement)
+        else:
+            found = Split(trials).run() if recipe.searches else trials.allocator.allocate(recipe)
+    return recipe, found._replace(why={**found.why, **note})
+
+
+def _doubtful(recipe: Recipe) -> bool:
+    """Whether the choice of MLP channels needs more data than a ranking does."""
+    return recipe.rank == "exact" and recipe.compensate == "full"
+
+
+def _scarce(allocator: Allocator) -> bool:
+    """Whether some MLP that is pruned saw too few tokens per channel for exact elimination to be trusted."""
+    stats = allocator.stats
+    pruned = [site for site in allocator.sites.mlp if not allocator.recipe.skips(site.name)]
+    return any(stats.moments_of(site.name).fit.n < TOKENS_PER_CHANNEL * site.width for site in pruned)
+
+
+def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
+    """Trials under the ranking and ridge whose model is nearest to the dense one on held-out batches.
+
+    Exact elimination follows the sample where there are few tokens per channel; the paper's ranking does so less.
+    """
+    first, asked = trials.allocator, trials.recipe
+    rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
+    found = first.allocate(rule)
+    known: dict[tuple[str, float], float] = {}
+    stronger = Allocator(
+        first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given
+    )
+    for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
+        if found.paths and (rank, ridge) == (asked.rank, stronger.recipe.ridge):
+            found = found._replace(paths={name: curve.path for name, curve in stronger.curves.items() if curve.path})
+        tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found)
+        known[rank, ridge] = tried.divergence().value
+        first.observer.note(f"rank {rank}, ridge {ridge:g}: divergence {known[rank, ridge]:.3f}")
+    rank, ridge = min(known, key=lambda key: known[key])
+    if (rank, ridge) == (asked.rank, asked.ridge):
+        return trials, {}
+    note = (
+        f"there are few tokens per MLP channel: rank={rank!r} with ridge={ridge:g} is nearer to the dense model on "
+        f"held-out batches than rank={asked.rank!r} with ridge={asked.ridge:g}, and was used; calibrate on more data"
+    )
+    recipe = replace(asked, rank=rank, ridge=ridge)
+    allocator = first if ridge == asked.ridge else stronger  # error curves depend on the ridge, not on the ranking
+    return replace(trials, allocator=allocator, recipe=recipe), {"notes": [note]}

@@ -1,0 +1,109 @@
+"""Running a model up to one of its blocks: those before pass their hidden state on, and the code around is its own.
+
+So every block is called as the model calls it, with the masks and positions that belong to the batch, while no other
+block's weights are needed. refit.blocks has found out that these do not depend on hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import evaluating
+from corp.calibration.hooks import removing, without_fast_path
+from corp.calibration.threads import here
+from corp.sites import Site
+from corp.surgery.refit.replay import Call, Enough, Run, record, refusal, stream_of
+
+
+class Manner(NamedTuple):
+    """How a block is called and answers: where its hidden state is, and the class and length of its answer."""
+
+    at: int | str
+    kind: type | None = None  # None: the hidden state itself
+    length: int = 1
+
+    def answer(self, hidden: Tensor) -> Any:
+        """The hidden state as the block would return it."""
+        return hidden if self.kind is None else self.kind([hidden, *[None] * (self.length - 1)])
+
+
+Manners: TypeAlias = Mapping[str, Manner]
+
+
+def manners_of(model: nn.Module, sites: Sequence[Site], names: Sequence[str], run: Run) -> dict[str, Manner]:
+    """How every block is called and answers, seen in one pass; refuses answers that hold more than hidden states."""
+    answers: dict[str, Any] = {}
+
+    def watch(name: str) -> Any:
+        hook = here(lambda _m, _a, output: answers.__setitem__(name, output))
+        return model.get_submodule(name).register_forward_hook(hook)
+
+    with removing([watch(name) for name in names]):
+        calls = record(model, sites, run).calls
+    return {name: _manner(name, calls[name], answers[name]) for name in names}
+
+
+def _manner(name: str, call: Call, answer: Any) -> Manner:
+    if isinstance(answer, Tensor):
+        return Manner(call.at)
+    if type(answer) not in (tuple, list) or any(part is not None for part in answer[1:]):
+        raise refusal(f"{name} returns more than a hidden state")
+    return Manner(call.at, type(answer), len(answer))
+
+
+@contextmanager
+def passing(model: nn.Module, manners: Manners) -> Iterator[None]:
+    """Inside, these blocks return the hidden state that they are given; their hooks are called as ever."""
+
+    def forward(manner: Manner) -> Callable[..., Any]:
+        return lambda *args, **kwargs: manner.answer(Call(args, kwargs, manner.at).hidden)
+
+    modules: list[tuple[Any, Manner]] = [(model.get_submodule(name), manner) for name, manner in manners.items()]
+    for module, manner in modules:
+        module.__dict__["forward"] = forward(manner)
+    try:
+        yield
+    finally:
+        for module, _ in modules:
+            module.__dict__.pop("forward")
+
+
+def through(model: nn.Module, name: str, manners: Manners, run: Run, hidden: Tensor | None = None) -> Tensor:
+    """What the block `name` makes of `hidden`, or of what the model gives it, when the model is run.
+
+    Enough is raised behind the block; `run` sees to it.
+    """
+    seen: list[Tensor] = []
+    at = manners[name].at
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if hidden is None else Call(args, kwargs, at).having(hidden)[:2]
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        seen.append(stream_of(output))
+        raise Enough
+
+    module = model.get_submodule(name)
+    handles = [module.register_forward_pre_hook(here(before), with_kwargs=True, prepend=True)]
+    handles.append(module.register_forward_hook(here(after)))
+    others = {other: manner for other, manner in manners.items() if other != name}
+    with torch.no_grad(), evaluating(model), without_fast_path(), removing(handles), passing(model, others):
+        run()
+    return seen[0]
+
+
+@contextmanager
+def up_to(model: nn.Module, name: str, manners: Manners) -> Iterator[None]:
+    """Inside, the model runs no further than to the block `name`, which passes on what it is given."""
+
+    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+        raise Enough
+
+    handle = model.get_submodule(name).register_forward_hook(here(after))
+    with removing([handle]), passing(model, manners):
+        yield

@@ -1,0 +1,244 @@
+"""prune_streamed: from a folder of weights to a folder of smaller ones, with one block in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from corp.adapters.registry import find_sites
+from corp.calibration import workers
+from corp.calibration.batches import Forward, count_samples, feed, first_batch, first_samples, without_cache
+from corp.calibration.checkpoint import prepare_folder
+from corp.calibration.memory import human
+from corp.calibration.settings import Settings
+from corp.calibration.statistics import Statistics
+from corp.errors import DataError, ModelError, PlanError
+from corp.io.files import lock_folder, new_folder, refuse_existing
+from corp.io.observer import SILENT, Bars, Observer
+from corp.measure.cost import count_macs, count_params
+from corp.numerics.place import Place
+from corp.planning.plan import Plan
+from corp.planning.report import Report
+from corp.planning.widths import require_prunable
+from corp.recipe import GAIN, SHARED, Recipe
+from corp.sites import Sites
+from corp.steps.allocation.allocator import Allocation, Allocator
+from corp.steps.count import sample_of
+from corp.steps.plan import warn_of_notes
+from corp.steps.result import Result
+from corp.steps.run import TRIED_OUT, Dense
+from corp.storage.folder import WEIGHTS, compact_manifest, describe_result, places_of
+from corp.storage.streamed.assembly import pruned_shell, write_streamed
+from corp.storage.streamed.memory import Need, needed
+from corp.storage.streamed.opening import Opened, open_folder
+from corp.storage.streamed.passing import manners_of
+from corp.storage.streamed.presence import Presence
+from corp.storage.streamed.streams import PRUNED, Store
+from corp.storage.streamed.walk import Walk, joined, unplaced
+from corp.surgery.refit.repair import EXAMINED, find_blocks, require_whole, warn_of_few
+from corp.surgery.refit.replay import Block
+
+
+def prune_streamed(
+    folder: str | Path,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    forward: Forward | None = None,
+    settings: Settings | None = None,
+    origin: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    progress: bool = False,
+    observer: Observer | None = None,
+) -> Report:
+    """Prune the model in `folder` block by block into the folder `out`, which corp.load opens.
+
+    For models larger than memory: of the weights only one block is held, beside embeddings and head; hidden states go
+    to disk. `folder` is one of transformers' save_pretrained or of timm, with safetensors. `batches` are read once per
+    block, so they must be a list or a loader that gives the same every time. The result is that of `prune`, bit for
+    bit, where `prune` tries no models; a target under allocate="gain" takes two walks. settings.memory limits all that
+    is held. A killed run continues at its block when it is called again (settings.fresh starts over).
+    """
+    opened = open_folder(folder, device=device, dtype=dtype)
+    watch = observer or (Bars() if progress else SILENT)
+    data = {"forward": forward, "settings": settings, "origin": origin, "observer": watch}
+    return prune_opened(opened, batches, recipe, out, **data)  # type: ignore[arg-type]
+
+
+def prune_opened(
+    opened: Opened,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    forward: Forward | None = None,
+    settings: Settings | None = None,
+    origin: dict[str, Any] | None = None,
+    observer: Observer = SILENT,
+    command: str | None = None,
+    companions: Sequence[str | Path] = (),
+) -> Report:
+    """prune_streamed, of a model that is open already."""
+    target, model = Path(out), opened.model
+    refuse_existing(target, overwrite=False)
+    require_streamable(recipe, batches)
+    settings, origin = settings or Settings(), dict(origin or {})
+    partial = target.with_name(f".{target.name}.partial")
+    with without_cache(model):
+        walk = _prepared(opened, batches, recipe, forward, settings, origin, Store(partial), observer)
+        _announce(need_of(walk), settings.memory, observer)
+        prepare_folder(partial, _identity(walk), fresh=settings.fresh)
+        with lock_folder(partial, "rank-0"):
+            walk = _with_widths(walk)
+            walk.run()
+            result, smaller = _assembled(walk)
+            with observer.stage(f"writing {target}", None, ""), new_folder(target) as folder:
+                write_streamed(folder / WEIGHTS, smaller.model, smaller.weights)
+                places = places_of([str(place) for place in companions], model, origin)
+                describe_result(result, folder, target, compact_manifest(result, target, command), places)
+    shutil.rmtree(partial, ignore_errors=True)
+    observer.finished(result.report.gained())
+    return result.report
+
+
+def estimate_opened(opened: Opened, batches: Iterable[Any], recipe: Recipe, settings: Settings | None = None) -> Need:
+    """What prune_opened would hold at the most."""
+    require_streamable(recipe, batches)
+    with without_cache(opened.model):
+        nowhere = Store(Path())
+        return need_of(_prepared(opened, batches, recipe, None, settings or Settings(), {}, nowhere, SILENT))
+
+
+def need_of(walk: Walk) -> Need:
+    """What the walk will hold at the most."""
+    sites = [list(walk.sites_of(block)) for block in walk.blocks]
+    return needed(walk.presence, walk.blocks, sites, walk.batches, walk.recipe, walk.refits)
+
+
+def require_streamable(recipe: Recipe, batches: Iterable[Any]) -> None:
+    """Refuse, before any work, what needs the whole model or all statistics at once."""
+    if isinstance(batches, Iterator):
+        raise DataError("block by block, data is read once per block: give a list or a loader, not an iterator")
+    if workers.current().world > 1:
+        raise PlanError("block by block is the work of one process; start it without torchrun")
+    reasons = {
+        "min_agreement": (recipe.min_agreement is not None, "tries whole models; give shares"),
+        "target_latency": (recipe.target_latency is not None, "times whole models; give shares or target_macs"),
+        "tokens": (recipe.tokens is not None, "is fitted on the whole model; leave it out"),
+        "output": (bool(recipe.output), "factors the output head, which is no block; give output=0"),
+        "rotary='shared'": (recipe.rotary == SHARED, "looks at all layers before the first; give rotary='free'"),
+    }
+    for name, (asked, reason) in reasons.items():
+        if asked:
+            raise PlanError(f"a model cannot be pruned block by block under this recipe: {name} {reason}")
+
+
+def _prepared(
+    opened: Opened,
+    batches: Iterable[Any],
+    recipe: Recipe,
+    forward: Forward | None,
+    settings: Settings,
+    origin: dict[str, Any],
+    store: Store,
+    observer: Observer,
+) -> Walk:
+    """Everything that has to be known before the first block: sites, blocks, widths, fingerprint."""
+    model, presence = opened.model, Presence(opened.model, opened.weights)
+    first = first_batch(batches)
+    if first is None:
+        raise DataError("no calibration data: `batches` was empty")
+    presence.load_resident()
+    few, some = ((first if forward else first_samples(first, n)) for n in (EXAMINED, TRIED_OUT))
+    with observer.stage("looking at the model", None, ""), presence.visiting():
+        sites = find_sites(model, some, forward)
+        require_prunable(sites, recipe)
+        blocks = _blocks(model, sites, recipe, [few], forward)
+        manners = manners_of(model, list(sites), [b.name for b in blocks], lambda: feed(model, few, forward))
+    dense = Dense(model, sites, opened.weights.fingerprint(model))
+    presence.keep_only([block.name for block in blocks])
+    unknown = Allocation({}, {})
+    place = Place.on(opened.weights.device)
+    return Walk(
+        presence, dense, blocks, manners, recipe, unknown, batches, settings, store, observer,
+        forward, recipe.refits, origin, place,
+    )  # fmt: skip
+
+
+def _blocks(model: nn.Module, sites: Sites, recipe: Recipe, batches: list[Any], forward: Forward | None) -> list[Block]:
+    try:
+        return find_blocks(model, sites, recipe, batches, forward)
+    except PlanError as error:
+        reason = str(error).removeprefix("this model cannot be refitted: ")
+        raise ModelError(f"this model cannot be pruned block by block: {reason}; prune it whole") from error
+
+
+def _with_widths(walk: Walk) -> Walk:
+    """The walk, knowing how wide every site stays; a budget over all blocks takes a walk of its own."""
+    recipe, model, sites = walk.recipe, walk.model, walk.dense.sites
+    curves = walk.curves() if recipe.has_target and recipe.allocate == GAIN else {}
+    empty = Statistics({}, 0, walk.dense.weights, None, {})
+    sample = sample_of(model, first_batch(walk.batches), walk.forward)
+    with walk.presence.visiting():
+        found = Allocator(model, sites, empty, recipe, walk.observer, sample, curves).allocate(recipe)
+    outside = [site for site in unplaced(sites, walk.blocks) if found.widths[site.name] < site.width]
+    if outside:
+        raise PlanError(f"{outside[0].name} is in no block of the model; leave it alone with skip=[...]")
+    return replace(walk, found=found)
+
+
+def _announce(need: Need, allowed: int | None, observer: Observer) -> None:
+    """Say what will be held; refuse more than is allowed."""
+    if allowed is not None and need.total > allowed:
+        raise PlanError(
+            f"{need.line()}; {human(allowed)} are allowed: give more, smaller batches or fewer sequential_samples"
+        )
+    observer.note(need.line())
+
+
+def _identity(walk: Walk) -> dict[str, Any]:
+    """What must be the same for a killed run to be continued."""
+    return {
+        "weights": walk.dense.weights,
+        "recipe": walk.recipe.to_dict(),
+        "tokens": walk.settings.tokens,
+        "causal": walk.settings.causal,
+        "samples in the data": count_samples(walk.batches),
+        "dtype": str(walk.presence.weights.dtype),
+        **walk.origin,
+    }
+
+
+def _assembled(walk: Walk) -> tuple[Result, Presence]:
+    """The result whose model is a shell, and where its weights lie; the whole must end where its refit ended."""
+    store, count = walk.store, len(walk.blocks)
+    records = [record for number in range(count) if (record := store.record(number)) is not None]
+    plan = joined(records, walk.recipe, walk.dense.sites, walk.blocks if walk.refits else [])
+    if walk.recipe.searches:
+        plan = plan.noting("no models were tried: block by block, rules choose how much of a budget the heads pay")
+    warn_of_notes(plan)
+    warn_of_few([name for record in records for name in record.get("few", [])])
+    smaller = pruned_shell(walk.presence, walk.dense.sites, plan, [store.shard(number) for number in range(count)])
+    first = first_batch(walk.batches)
+    with smaller.visiting():
+        if walk.refits:
+            end = store.read_stream(PRUNED, count, 0, walk.presence.weights.device)
+            require_whole(smaller.model, walk.blocks[-1], end, lambda: feed(smaller.model, first, walk.forward))
+        report = _report(walk, smaller.model, plan, first)
+    return Result(smaller.model, plan, report, walk.origin), smaller
+
+
+def _report(walk: Walk, smaller: nn.Module, plan: Plan, first: Any) -> Report:
+    """Parameters and operations before and after; those of the dense model are counted as its blocks come and go."""
+    sample = sample_of(walk.model, first, walk.forward)
+    with walk.presence.visiting():
+        macs = tuple(count_macs(model, *sample) for model in (walk.model, smaller))
+    return Report(plan, (count_params(walk.model), count_params(smaller)), (macs[0], macs[1]))

@@ -1,0 +1,150 @@
+"""How a model is made of blocks: in which order they run, and what the outputs of their sites are added to.
+
+Found by running them, so that it holds for any code: blocks that are driven one by one must end where the whole model
+ends, and a block's output must be what the outputs of its sites add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.hooks import block_of, removing
+from corp.calibration.threads import here
+from corp.numerics.place import Place
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite
+from corp.surgery.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
+
+NOISE = 0.1  # of its own size is added to a hidden state to see whether blocks are driven as the model drives them
+ROUNDING = 8  # so many rounding errors of the stream may be left where a block is its input plus its sites' outputs
+FLOOR = 1e-12  # rounding errors in float64 are smaller than those of measuring them
+
+
+def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
+    """The model's blocks in the order of the data, if they can be run one by one; says why where they cannot.
+
+    The whole model is run again with other hidden states at the start of every chain: blocks that are driven from those
+    must end where it does. What hides between blocks, or comes to them another way, shows by that.
+    """
+    if routed := next((site for site in sites if isinstance(site, MLPSite) and site.experts), None):
+        raise refusal(f"{routed.experts} holds experts, and which tokens they take changes with what comes before")
+    passage = record(model, sites, run)
+    order = list(passage.calls)
+    if not order:
+        raise refusal("it has no numbered blocks that the data passes")
+    final = [name for name, after in zip(order, [*order[1:], None], strict=True) if after in (None, *passage.starts)]
+    ends: dict[str, Tensor | None] = dict.fromkeys(final)
+    shaken = record(model, sites, run, _shaken, ends)
+    if list(shaken.calls) != order or list(shaken.starts) != list(passage.starts):
+        raise refusal("its blocks run in another order from one pass to the next")
+    blocks, hidden = [], torch.empty(0)
+    for name in order:
+        if name in passage.starts:
+            if not close(passage.starts[name], shaken.starts[name]):
+                raise refusal(f"what goes into {name} is made from what earlier blocks gave, but is not it")
+            hidden = _shaken(passage.starts[name])
+        here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
+        with watching(model, here) as seen:
+            output = drive(model, name, passage.calls[name], hidden)
+        by_name = {site.name: site for site in here}
+        call, in_order = passage.calls[name], [by_name[n] for n in seen]
+        blocks.append(_block(model, name, name in passage.starts, in_order, hidden, output, seen, call))
+        hidden, end = output, ends.get(name)
+        if end is not None and not close(end, hidden):
+            raise refusal(f"up to {name}, blocks called one by one do not give what the whole model does")
+    return blocks
+
+
+def _shaken(hidden: Tensor) -> Tensor:
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
+    return hidden + NOISE * hidden.std() * noise
+
+
+def _block(
+    model: nn.Module,
+    name: str,
+    starts: bool,
+    sites: list[LinearSite],
+    hidden: Tensor,
+    output: Tensor,
+    seen: dict[str, Seen],
+    call: Call,
+) -> Block:
+    if hidden.dim() != 3 or hidden.shape != output.shape:
+        raise refusal(f"{name} makes {tuple(output.shape)} of a hidden state {tuple(hidden.shape)}")
+    if any(seen[site.name].y.numel() != hidden.numel() for site in sites):
+        raise refusal(f"the outputs in {name} are of another size than the hidden state")
+    junctions: tuple[str, ...] = ()
+    scales = stream_scales(hidden, output, [seen[site.name].y for site in sites])
+    if scales is None:
+        junctions = find_junctions(model, name, sites, hidden, call)
+        scales = [torch.ones(hidden.shape[-1], dtype=torch.float64) for _ in junctions]
+    if len(scales) != len(sites):
+        raise refusal(f"the output of {name} is not its input plus the outputs of {_names(sites)}, nor a norm of that")
+    batch_first = all(_batch_first(model, site) for site in sites)
+    tokens = hidden.shape[1 if batch_first else 0]
+    return Block(name, starts, tuple(sites), tuple(scales), tokens, batch_first, junctions=junctions)
+
+
+def find_junctions(
+    model: nn.Module, name: str, sites: Sequence[LinearSite], hidden: Tensor, call: Call
+) -> tuple[str, ...]:
+    """The modules of a post-norm block that take each site's output plus what came before; none where it is not one."""
+    met: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def watch(inner: str, module: nn.Module) -> Any:
+        def after(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == hidden.shape:
+                met[inner] = args[0], output
+
+        return module.register_forward_hook(here(after))
+
+    inside_it = [(n, m) for n, m in model.get_submodule(name).named_modules(prefix=name) if n != name]
+    with removing([watch(*one) for one in inside_it]), watching(model, sites) as seen:
+        output = drive(model, name, call, hidden)
+    found, before = [], hidden
+    for site in sites:
+        y = seen[site.name].y
+        at = next(
+            (n for n, (x, made) in met.items() if made.shape == x.shape == y.shape and close(before, x - y)), None
+        )
+        if at is None:
+            return ()
+        found.append(at)
+        before = met[at][1]
+    return tuple(found) if close(before, output) else ()
+
+
+def _batch_first(model: nn.Module, site: LinearSite) -> bool:
+    if isinstance(site, ValueSite) and is_multihead(site):
+        first: Any = model.get_submodule(site.attention).batch_first
+        return bool(first)
+    return site.batch_first
+
+
+def _names(sites: Sequence[LinearSite]) -> str:
+    return " and ".join(site.name for site in sites) or "any site"
+
+
+def stream_scales(hidden: Tensor, output: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
+    """Factors per channel with output = hidden + sum of scale * part, up to rounding; None if there are none.
+
+    They are one, or a layer scale's.
+    """
+    width = hidden.shape[-1]
+    before, after, *outputs = (x.reshape(-1, width).to(*Place.exactly(x.device)) for x in (hidden, output, *parts))
+    Y = torch.stack(outputs, -1) if outputs else before.new_zeros(*before.shape, 0)  # (T, C, k)
+    change = after - before
+    size = before.norm(dim=0) + after.norm(dim=0) + Y.norm(dim=0).sum(-1)  # (C,)
+    allowed = ROUNDING * max(torch.finfo(hidden.dtype).eps, FLOOR) * size
+    ones = Y.new_ones(width, Y.shape[-1])
+    gram = torch.einsum("tck,tcl->ckl", Y, Y)
+    fitted = (torch.linalg.pinv(gram) @ torch.einsum("tck,tc->ck", Y, change)[..., None])[..., 0]
+    for scales in (ones, fitted):
+        left = (change - (Y * scales).sum(-1)).norm(dim=0)
+        if bool((left <= allowed).all()):
+            return [scale.contiguous() for scale in scales.unbind(-1)]
+    return None

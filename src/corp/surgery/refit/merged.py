@@ -1,0 +1,217 @@
+"""Merged models and their dense originals side by side: what can be merged is found by trying, and layers are refitted.
+
+The merged model's tokens stand for groups of the dense model's. Behind every layer each dense token is compared with
+its group, so a layer that is refitted makes up for the widths that went and for the merging, and a group counts as much
+as it is large.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import Forward, evaluating, run
+from corp.calibration.hooks import removing
+from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
+from corp.errors import ModelError
+from corp.numerics.affine import Folded
+from corp.numerics.place import Place, in_float64
+from corp.numerics.refit import Correction, gap_left, gap_of
+from corp.planning.merging import Merging
+from corp.recipe import Recipe
+from corp.sites import LinearSite, Sites, ValueSite, at_site, projection_at
+from corp.surgery.linear import refill
+from corp.surgery.merged import merge_tokens, start_groups
+from corp.surgery.merging import rows
+from corp.surgery.refit.gaps import TokenSums
+from corp.surgery.refit.readout import tensors_in, tokens_read
+from corp.surgery.refit.repair import READ, correction, split_rows
+from corp.surgery.refit.replay import Block, Passage, blocks_of, close, drive, watching
+
+SHAKE = 1.0  # noise that is added to an image to see which tokens depend on it
+
+
+def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | None = None) -> Merging:
+    """Where tokens of `model` can be merged, with an empty schedule; a model in which they cannot is refused.
+
+    The prefix is what does not change with the image. Where only prefix tokens are read, the last block is to compute
+    those alone; otherwise every patch gets its group's value back.
+    """
+    names = blocks_of(list(sites))
+    parents = {name.rpartition(".")[0] for name in names}
+    if len(parents) != 1:
+        raise ModelError(f"tokens are merged in one sequence of blocks; this model has {len(parents)}")
+    path = parents.pop()
+    tokens, prefix = _prefix(model, f"{path}.0", batch, forward)
+    blocks = [Block(name, number == 0, (), (), tokens, True) for number, name in enumerate(names)]
+    read = tokens_read(model, blocks, lambda: run(model, batch, forward))[0].read
+    found = Merging(path, (0,) * len(names), prefix, *((read, False) if read <= prefix else (None, True)))
+    _require_outputs(model, found, batch, forward)
+    return found
+
+
+def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -> tuple[int, int]:
+    """Tokens of a sample at the first block, and how many of the leading ones no image changes."""
+    seen: list[Tensor] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else next(iter(kwargs.values())))
+
+    handle = model.get_submodule(first).register_forward_pre_hook(here(before), with_kwargs=True)
+    with torch.no_grad(), evaluating(model), removing([handle]):
+        run(model, batch, forward)
+        run(model, _shaken(batch), forward)
+    same = [close(*pair) for pair in zip(*(x.transpose(0, 1) for x in seen), strict=True)]
+    prefix = same.index(False) if False in same else len(same)
+    if len(same) - prefix < 2:
+        raise ModelError(f"of the {len(same)} tokens of {first} fewer than two depend on an image: nothing to merge")
+    return len(same), prefix
+
+
+def _shaken(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
+        return batch + SHAKE * noise.to(batch) if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {key: _shaken(value) for key, value in batch.items()}
+    return type(batch)(map(_shaken, batch)) if type(batch) in (tuple, list) else batch
+
+
+def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forward | None) -> None:
+    """Merging nothing must change nothing, and merging one token per block the output but not its shape."""
+    one = tuple(int(number + 1 < len(found.schedule)) for number in range(len(found.schedule)))
+    with torch.no_grad(), evaluating(model):
+        dense = list(tensors_in(run(model, batch, forward)))
+        for merging in (found, replace(found, schedule=one)):
+            trial = copy.deepcopy(model)
+            merge_tokens(trial, merging)
+            outputs = list(tensors_in(run(trial, batch, forward)))
+            shapes = [x.shape for x in dense] == [x.shape for x in outputs]
+            if not shapes or (merging is found and not all(map(close, dense, outputs))):
+                raise ModelError(
+                    f"the output of {type(model).__name__} is not read from the end of {found.blocks} alone (hidden "
+                    "states of other blocks, or attention weights), so its tokens cannot be merged"
+                )
+    if any(one) and all(map(torch.equal, dense, outputs)):
+        raise ModelError(
+            f"{type(model).__name__} calls the blocks of {found.blocks} one by one, where merging is not used, so its "
+            "tokens cannot be merged"
+        )
+
+
+class Stream(NamedTuple):
+    """The merged model's tokens (B, n, C), their sizes (B, n), and which of them each dense token is in (B, N)."""
+
+    x: Tensor
+    sizes: Tensor
+    groups: Tensor
+
+
+def start_of(x: Tensor) -> Stream:
+    return Stream(x, x.new_ones(x.shape[:2]), start_groups(x))
+
+
+def repair_merged(
+    dense: nn.Module,
+    smaller: nn.Module,
+    blocks: Sequence[Block],
+    passages: Sequence[Passage],
+    recipe: Recipe,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, dict[str, float]]:
+    """Refit the layers of `smaller` (in place) block after block; returns each one's gap, before and after.
+
+    `smaller` merges tokens, and its last block computes all that reach it. Its widths may be pruned or not. `blocks`
+    and `passages` are the dense model's, as sequential fitting takes them.
+    """
+    corrected: dict[str, dict[str, float]] = {}
+    ahead = [passage.starts[blocks[0].name] for passage in passages]
+    behind = [start_of(x) for x in ahead]
+    for block in blocks:
+        targets, after = _targets(dense, block, passages, ahead)
+        for number, site in enumerate(block.sites):
+            if not recipe.skips(site.name):
+                with at_site(site):
+                    sums = _observe(smaller, block, number, passages, behind, targets[number])
+                    corrected |= _correct(smaller, site, block.scales[number], *sums)
+        behind = [_drive(smaller, block, stream) for stream in behind]
+        ahead = after
+        if progress:
+            progress(1)
+    return corrected
+
+
+def _targets(
+    dense: nn.Module, block: Block, passages: Sequence[Passage], ahead: Sequence[Tensor]
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """The dense stream behind every site of the block, [site][passage], and behind the block."""
+    targets: list[list[Tensor]] = [[] for _ in block.sites]
+    after = []
+    for passage, stream in zip(passages, ahead, strict=True):
+        with watching(dense, block.sites) as seen:
+            after.append(drive(dense, block.name, passage.calls[block.name], stream))
+        for site, scale, found in zip(block.sites, block.scales, targets, strict=True):
+            stream = stream + scale.to(stream) * seen[site.name].y
+            found.append(stream)
+    return targets, after
+
+
+def _drive(smaller: nn.Module, block: Block, stream: Stream) -> Stream:
+    module = smaller.get_submodule(block.name)
+    with torch.no_grad(), evaluating(module):
+        return Stream(*module(stream.x, sizes=stream.sizes, groups=stream.groups))
+
+
+def _observe(
+    smaller: nn.Module,
+    block: Block,
+    number: int,
+    passages: Sequence[Passage],
+    behind: Sequence[Stream],
+    targets: Sequence[Tensor],
+) -> tuple[TokenSums, TokenSums]:
+    """The sums of what a site's layer is fed, and of the gap behind it, over dense tokens: fitted, held out."""
+    site = block.sites[number]
+    share = READ if block.read < block.tokens else 1.0
+    inputs = projection_at(smaller, site.down).weight.shape[1]
+    fit, held = (TokenSums(inputs, targets[0].shape[-1], share) for _ in range(2))
+    for passage, stream, target in zip(passages, behind, targets, strict=True):
+        with watching(smaller, block.sites, inputs=site.name) as seen:
+            after = _drive(smaller, block, stream)
+        if isinstance(site, ValueSite):  # before the merge
+            now, groups = stream.x + block.scales[number].to(stream.x) * seen[site.name].y, stream.groups
+        else:
+            now, groups = after.x, after.groups
+        x = seen[site.name].x
+        assert x is not None  # it was asked for
+        gap = (target - rows(now, groups)).flatten(0, 1).float()
+        fed = rows(x, groups).flatten(0, 1)
+        if not passage.first:
+            fit.shift_by(shift_of(fed))
+            held.shift_by(shift_of(fed))
+        for sums, chosen in zip((fit, held), split_rows(block, passage, target), strict=True):
+            sums.update(fed, gap, *chosen)
+    return fit, held
+
+
+def _correct(
+    smaller: nn.Module, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums
+) -> dict[str, dict[str, float]]:
+    """Add the correction to the layer's weights. It is in residual-stream units, so divide by the layer scale."""
+    layer = projection_at(smaller, site.down)
+    bias = layer.bias is not None
+    fix = correction(fit, held, bias, Place.on(layer.weight.device))
+    if fix is None:
+        return {}
+    W, b = in_float64(*layer)
+    fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
+    back = torch.where(scale == 0, 1.0, scale)
+    refill(smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
+    there = (fit + held).moments(bias)
+    return {site.name: {"gap": gap_of(there), "left": gap_left(there, fix)}}

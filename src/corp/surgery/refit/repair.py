@@ -1,0 +1,277 @@
+"""Sequential fitting: the layers of a pruned model make up for the errors of those before them.
+
+Two streams go through the blocks side by side, the dense model's and the pruned one's. Behind every layer that adds to
+the stream the pruned one lags by a gap, in which are all errors so far, the layer's own too. The layer takes over the
+part of the gap that is linear in its input (numerics.refit); the next one sees what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import (
+    Forward,
+    enumerate_batches,
+    evaluating,
+    first_samples,
+    move,
+    placement,
+    run,
+    without_cache,
+)
+from corp.calibration.holdout import EVERY, FIRST
+from corp.calibration.hooks import removing, without_fast_path
+from corp.calibration.moments import shift_of
+from corp.calibration.threads import here
+from corp.errors import DataError, ModelError, PlanError, warn
+from corp.io.observer import Advance
+from corp.numerics.affine import Folded
+from corp.numerics.place import Place, in_float64
+from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
+from corp.recipe import Recipe
+from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
+from corp.surgery.linear import refill
+from corp.surgery.refit.blocks import examine
+from corp.surgery.refit.gaps import TokenSums
+from corp.surgery.refit.readout import tokens_read
+from corp.surgery.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
+
+EXAMINED = 2  # samples on which the blocks are found
+READ = 0.5  # what tokens that the model's output is read from count, all together
+
+
+def why_not(
+    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any] | None, forward: Forward | None = None
+) -> tuple[list[Block], str]:
+    """The model's blocks, or why it is not refitted; sequential=True makes a reason an error, before long work."""
+    if not recipe.refits:
+        return [], ""
+    try:
+        return find_blocks(model, sites, recipe, batches, forward), ""
+    except (PlanError, DataError) as error:
+        if recipe.sequential is True:
+            error.args = (f"sequential=True: {error}",)
+            raise
+        return [], str(error)
+
+
+def find_blocks(
+    model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any] | None, forward: Forward | None = None
+) -> list[Block]:
+    """The model's blocks, found with one batch; what cannot be refitted is refused here, before long work."""
+    if batches is None:
+        raise DataError("the refit reads the data itself, not its statistics: give batches, or sequential=False")
+    if isinstance(batches, Iterator):
+        raise DataError("the refit reads the data twice: give batches as a list or a loader, not an iterator")
+    device, dtype = placement(model)
+    first = next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
+    if first is None:
+        raise DataError("no calibration data: `batches` was empty")
+    batch = first if forward is not None else move(first_samples(first, EXAMINED), device, dtype)
+    with without_cache(model):
+        blocks = examine(model, list(sites), lambda: run(model, batch, forward))
+        blocks = tokens_read(model, blocks, lambda: run(model, batch, forward))
+    _require_inside(sites, recipe, blocks)
+    return blocks
+
+
+def _require_inside(sites: Sites, recipe: Recipe, blocks: Sequence[Block]) -> None:
+    known = {site.name for block in blocks for site in block.sites}
+    for site in sites:
+        asked = recipe.has_target or recipe.sparsity(site.kind, site.name) > 0
+        if not isinstance(site, AttentionSite) and site.name not in known and asked and not recipe.skips(site.name):
+            raise refusal(f"{site.name} is not in a block that the data passes; or leave it alone with skip=[...]")
+
+
+@dataclass
+class Repair:
+    """The dense model, and the pruned one, which is changed in place; `corrected` says what was done to whom."""
+
+    dense: nn.Module
+    smaller: nn.Module
+    recipe: Recipe
+    place: Place | None = None  # where systems are solved; by default where the layer is
+    corrected: dict[str, dict[str, float]] = field(default_factory=dict)
+    few: list[str] = field(default_factory=list)
+
+    def run(self, blocks: Sequence[Block], passages: Sequence[Passage], advance: Advance) -> Tensor:
+        """Refit block after block, in the order of the data; returns the last stream of the first passage."""
+        dense: list[Tensor] = []
+        pruned: list[Tensor] = []
+        for block in blocks:
+            if block.starts:
+                dense = [passage.starts.pop(block.name) for passage in passages]
+                pruned = list(dense)
+            dense = self.correct_block(block, passages, dense, pruned)
+            advance(1)
+        warn_of_few(self.few)
+        return pruned[0]
+
+    def correct_block(
+        self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
+    ) -> list[Tensor]:
+        """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
+        behind: list[Tensor] = []  # the dense stream
+        targets: list[dict[str, Tensor]] = []
+        for passage, hidden in zip(passages, dense, strict=True):
+            with watching(self.dense, block.sites) as seen, meeting(self.dense, block.junctions) as met:
+                behind.append(drive(self.dense, block.name, passage.calls[block.name], hidden))
+            targets.append({**{name: one.y for name, one in seen.items()}, **met})
+        ends: list[tuple[Tensor, Tensor]] = []
+        change: Folded | None = None
+        for number, site in enumerate(block.sites):
+            if not self.recipe.skips(site.name):
+                with at_site(site):
+                    fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind)
+                    change = self._correct(site, block.scales[number], fit, held)
+        if ends:  # the block ran to its end: what the correction of its last layer adds follows without another pass
+            pruned[:] = [output if change is None else _added(output, x, *change) for output, x in ends]
+            return behind
+        for i, passage in enumerate(passages):
+            pruned[i] = drive(self.smaller, block.name, passage.calls[block.name], pruned[i])
+        return behind
+
+    def _observe(
+        self,
+        block: Block,
+        number: int,
+        passages: Sequence[Passage],
+        dense: Sequence[Tensor],
+        pruned: Sequence[Tensor],
+        targets: Sequence[dict[str, Tensor]],
+        behind: Sequence[Tensor],
+    ) -> tuple[TokenSums, TokenSums, list[tuple[Tensor, Tensor]]]:
+        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out.
+
+        Where the fit has no intercept, tokens count relative to the size of their stream, as the next norm divides by
+        it: the first token of a text, which may be a thousand times as large, would be all that is fitted otherwise.
+        If the site is the last that adds to the stream, the block's output and that layer's input come too.
+        """
+        site = block.sites[number]
+        last = number == len(block.sites) - 1 and not block.junctions
+        layer = projection_at(self.smaller, site.down)
+        inputs = layer.weight.shape[1]
+        share = READ if block.read < block.tokens else 1.0
+        fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
+        ends = []
+        for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
+            own = block.junctions[number : number + 1]
+            stop = not last and not own
+            with (
+                watching(self.smaller, block.sites, inputs=site.name, stop=stop) as seen,
+                meeting(self.smaller, own, stop=True) as met,
+            ):
+                output = drive(self.smaller, block.name, passage.calls[block.name], hidden)
+            if own:
+                gap = _tokens(target[own[0]]) - _tokens(met[own[0]])
+            else:
+                gap = _tokens(ahead) - _tokens(hidden)
+                for one, scale in zip(block.sites[: number + 1], block.scales, strict=False):
+                    gap += scale.to(gap) * (_tokens(target[one.name]) - _tokens(seen[one.name].y))
+            x = seen[site.name].x
+            assert x is not None
+            if last:
+                ends.append((output, x))
+            x = x.reshape(-1, x.shape[-1])
+            if layer.bias is None:
+                weight = 1 / _tokens(after).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+                x, gap = _tokens(x) * weight, gap * weight
+            if not passage.first:
+                fit.shift_by(shift_of(x))
+                held.shift_by(shift_of(x))
+            for sums, rows in zip((fit, held), split_rows(block, passage, hidden), strict=True):
+                sums.update(x, gap, *rows)
+        return fit, held, ends
+
+    def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> Folded | None:
+        """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale.
+
+        Returns by how much what the layer adds to the stream changes, per input, as its dtype has it.
+        """
+        layer = projection_at(self.smaller, site.down)
+        inputs, bias = layer.weight.shape[1], layer.bias is not None
+        fix = correction(fit, held, bias, self.place or Place.on(layer.weight.device))
+        if fix is None:
+            return None
+        if fit.n + held.n < 2 * inputs:
+            self.few.append(site.name)
+        W, b = in_float64(*layer)
+        fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
+        back = torch.where(scale == 0, 1.0, scale)
+        made = Folded(W + fix.R / back[:, None], b + fix.c / back)
+        rounded = (part.to(layer.weight.dtype).to(W) for part in made)
+        dW, db = (new - old for new, old in zip(rounded, (W, b), strict=True))
+        change = Folded(dW * scale[:, None], db * scale)
+        refill(self.smaller, site.down, made, bias=bias)
+        there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
+        self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
+        return change
+
+
+def warn_of_few(sites: Sequence[str]) -> None:
+    """Say that these sites were refitted on too little, if there are any."""
+    if sites:
+        warn(
+            f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; "
+            "give it more sequential_samples, and calibrate on more"
+        )
+
+
+def _added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    """output (..., C) + x (..., D) W^T + b, multiplied in float32 at least."""
+    y = _tokens(output)
+    return (y + _tokens(x) @ W.mT.to(y) + b.to(y)).view_as(output).to(output.dtype)
+
+
+def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Run) -> None:
+    """The refitted model, run as a whole, must end in the stream that the refit left it with."""
+    found: list[Tensor] = []
+    hook = model.get_submodule(last.name).register_forward_hook(
+        here(lambda _m, _a, output: found.append(stream_of(output)))
+    )
+    with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
+        run_model()
+    if not found or not close(found[0], expected):
+        raise ModelError(
+            f"self-check: the refitted model does not end where its refit ended ({last.name}). The model is not "
+            "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
+        )
+
+
+def correction(fit: TokenSums, held: TokenSums, intercept: bool, place: Place) -> Correction | None:
+    """What the layer shall add to its output: as much as the held-out samples say; None for nothing."""
+    both = fit + held
+    if not fit.n or not held.n or both.square == 0:
+        return None
+    seen, unseen, whole = (part.moments(intercept).at(place) for part in (fit, held, both))
+    ridge = choose_ridge(seen, unseen)
+    return None if ridge is None else fit_gap(whole, ridge)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """(T, C), in float32 at least."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def split_rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Which tokens of the stream, flattened, are fitted and which held out: those that are read, others; no padding."""
+    samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
+    number = passage.first + torch.arange(samples, device=hidden.device)
+    held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)
+    masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
+    real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
+    if real.shape != held.shape:
+        raise PlanError(f"the mask has shape {tuple(real.shape)}, the hidden states {tuple(held.shape)}")
+    whole = block.read == block.tokens  # of texts, whose length differs from batch to batch
+    read = (torch.arange(tokens, device=hidden.device) < (tokens if whole else block.read)).expand(samples, tokens)
+
+    def rows(chosen: Tensor) -> Tensor:
+        return (chosen if block.batch_first else chosen.mT).reshape(-1)
+
+    return [(rows(part & read), rows(part & ~read)) for part in (real & ~held, real & held)]

@@ -1,0 +1,132 @@
+"""Budgets allocated over a model's sites: never exceeded, never out of reach where equal shares are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+import corp
+from corp import CorpError, Recipe
+from corp.cli.recipes import _override
+from corp.planning.plan import Plan
+from corp.steps.allocation.allocator import Allocator
+from corp.steps.allocation.budget import narrowest
+from corp.steps.allocation.curves import Curve, usual_power
+from corp.storage.report.remake import command_line
+from tests.helpers.models import batches, build
+
+FIRST, SECOND = "blocks.0.mlp", "blocks.1.mlp"
+
+
+@pytest.fixture(scope="module")
+def vit() -> Allocator:
+    model = build("vit")
+    return Allocator(model, corp.find_sites(model), corp.calibrate(model, batches("vit")), Recipe())
+
+
+def under(made: Allocator, recipe: Recipe) -> Allocator:
+    """An allocator of the same model under another recipe."""
+    return Allocator(made.model, made.sites, made.stats, recipe)
+
+
+def cost(made: Allocator, widths: Mapping[str, int]) -> float:
+    budget = made.budget("macs", 1.0)
+    return budget.cost(made.sites, widths) / budget.dense
+
+
+@pytest.mark.parametrize("changes", [{}, {"round_to": 8}, {"equal_heads": True}, {"skip": "blocks.0.*"}])
+def test_a_budget_is_met_wherever_equal_shares_meet_it(changes: dict, vit: Allocator) -> None:
+    asked = Recipe(target_macs=1.0, **changes)
+    made = under(vit, asked)
+    least = narrowest(made.sites, asked, made.budget("macs", 1.0))
+    for target in (0.97, 0.8, 0.6, 0.4, least):
+        wanted = max(target, least)
+        widths = made.allocate(replace(asked, target_macs=wanted)).widths
+        assert cost(made, widths) <= wanted
+    with pytest.raises(CorpError, match="out of reach"):
+        made.allocate(replace(asked, target_macs=least - 1e-3))
+
+
+def test_the_share_of_queries_follows_the_budget(vit: Allocator) -> None:
+    removed = [
+        vit.allocate(Recipe(target_macs=target)).why["allocation"]["removed"]["attn"]
+        for target in (0.95, 0.8, 0.6, 0.45)
+    ]
+    assert removed == sorted(removed)
+    assert removed[0] <= 0.25 < 0.45 < removed[-1] < 0.8
+
+
+def test_another_recipe_has_other_curves(vit: Allocator) -> None:
+    skipping = Recipe(target_macs=0.8, skip=["blocks.0.*"])
+    assert under(vit, skipping).allocate(skipping).widths["blocks.0.mlp"] == 96
+    assert vit.allocate(Recipe(target_macs=0.8)).widths["blocks.0.mlp"] < 96
+
+
+def test_where_the_stream_grows_errors_count_relative_to_it() -> None:
+    model = build("vit")
+    with torch.no_grad():
+        model.blocks[1].mlp.fc2.weight *= 40
+    recipe = Recipe(target_macs=0.7)
+    made = Allocator(model, corp.find_sites(model), corp.calibrate(model, batches("vit")), recipe)
+    by_rule, absolute, relative = (made.allocate(recipe, power=power) for power in (None, 0.0, 1.0))
+    assert by_rule == relative
+    assert absolute.widths[SECOND] > relative.widths[SECOND]
+    assert usual_power({str(energy): Curve(torch.zeros(2), energy) for energy in (50.0, 200.0)}) == 0.5
+
+
+def test_queries_may_be_told_and_what_leaves_no_room_for_the_rest_is_not_taken(vit: Allocator) -> None:
+    recipe = Recipe(target_macs=0.7)
+    told = vit.allocate(recipe, 0.5)
+    assert {told.widths[site.name] for site in vit.sites.attention} == {4}  # of 8
+    assert told.why["allocation"]["queries"] == 0.5
+    least = narrowest(vit.sites, recipe, vit.budget("macs", 1.0))  # values keep their width under equal shares
+    tight = Recipe(target_macs=least + 0.01, overrides={"*": {"vo": 0.0}})
+    instead = vit.allocate(tight, 0.0).why["allocation"]
+    assert instead["queries"] == instead["equal_share"] > 0.9
+
+
+@pytest.mark.parametrize("allocate", ["uniform", "gain"])
+def test_ranges_bound_what_a_target_may_choose(allocate: str, vit: Allocator) -> None:
+    free = vit.allocate(Recipe(allocate=allocate, target_macs=0.68)).widths
+    bounds = {"blocks.0.*": {"mlp": (0.0, 0.1)}, "blocks.1.*": {"mlp": [0.8, 0.9], "attn": (0.0, 0.25)}}
+    recipe = Recipe(allocate=allocate, target_macs=0.68, overrides=bounds)
+    widths = vit.allocate(recipe).widths
+    width = vit.sites[FIRST].width  # 96
+    assert widths[FIRST] >= 0.9 * width > free[FIRST]
+    assert 0.1 * width <= widths[SECOND] <= 0.2 * width + 1
+    assert widths["blocks.1.attn"] >= 6 > free["blocks.1.attn"]
+    assert cost(vit, widths) <= 0.68
+
+
+def test_ranges_are_checked_read_and_written() -> None:
+    with pytest.raises(CorpError, match="only a target makes"):
+        Recipe.paper(mlp=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
+    for odd in ((0.3, 0.1), (0.1,), (0.1, 1.0)):
+        with pytest.raises(CorpError, match=r"range of sparsities|not a sparsity"):
+            Recipe.paper(target_macs=0.5, overrides={"blocks.0.*": {"mlp": odd}})
+    assert _override("a:b.*:mlp=0-0.3,attn=1e-3,vo=0.1-2e-1") == (
+        "a:b.*",
+        {"mlp": (0.0, 0.3), "attn": 1e-3, "vo": (0.1, 0.2)},
+    )
+    for odd in ("a:mlp=0.1-", "a:mlp=-0.5-", "a:mlp=x"):
+        with pytest.raises(CorpError, match="--override"):
+            _override(odd)
+    recipe = Recipe.paper(target_macs=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert "blocks.0.*:mlp=0.0-0.3" in command_line("out", {"architecture": "vit"}, Plan(recipe, ()))
+
+
+def test_a_plan_says_who_got_what_and_keeps_it_on_disk(vit: Allocator, tmp_path) -> None:
+    plan = corp.plan(vit.model, vit.stats, Recipe(target_macs=0.7))
+    why = plan.why["allocation"]
+    assert (why["budget"], why["target"], why["allocate"]) == ("macs", 0.7, "gain")
+    kept = {site.name: site.keep for site in plan.sites}
+    mlp = [kept.get(site.name, site.width) / site.width for site in vit.sites.mlp]
+    assert why["removed"]["mlp"] == pytest.approx(1 - sum(mlp) / len(mlp))
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert corp.plan(vit.model, vit.stats, Recipe.paper(mlp=0.5)).why == {}

@@ -1,0 +1,94 @@
+"""Where tokens can be merged is found by trying; refitting on the merged stream brings the output nearer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import corp
+from corp import Recipe, find_sites
+from corp.errors import ModelError
+from corp.planning.merging import Merging
+from corp.steps.allocation.tokens import merged_copy
+from corp.surgery.refit.merged import find_merging, repair_merged
+from corp.surgery.refit.recording import record_batches
+from corp.surgery.refit.repair import find_blocks
+from tests.helpers import models
+
+pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+FOUND = {
+    "vit": Merging("blocks", (0, 0), 1, read=1),
+    "deit-distilled": Merging("blocks", (0, 0), 2, read=2),
+    "dinov2-registers": Merging("blocks", (0, 0), 5, read=1),
+    "no-class-token": Merging("blocks", (0, 0), 0, unmerge=True),
+    "siglip": Merging("blocks", (0, 0), 0, unmerge=True),
+    "hf-vit": Merging("vit.layers", (0, 0), 1, read=1),
+    "hf-dinov2": Merging("encoder.layer", (0, 0), 1, unmerge=True),
+}
+
+
+def small(batch: Any) -> Any:
+    return {key: value[:4] for key, value in batch.items()} if isinstance(batch, dict) else batch[:4]
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_prefix_and_read_tokens_are_found_by_trying(family: str) -> None:
+    model, batch = models.build(family), small(models.batches(family, count=1)[0])
+    assert find_merging(model, find_sites(model), batch) == FOUND[family]
+
+
+class Intermediate(nn.Module):
+    """Reads the first block's tokens, as decoders for depth and segmentation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = models.build("vit")
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        handle = self.backbone.get_submodule("blocks.0").register_forward_hook(
+            lambda _m, _a, y: seen.append(y[0] if isinstance(y, tuple) else y)
+        )
+        self.backbone(x)
+        handle.remove()
+        return seen[0]
+
+
+@pytest.mark.parametrize("family", ["hf-bert", "hf-clip"])
+def test_models_without_one_sequence_of_patches_are_refused(family: str) -> None:
+    model, batch = models.build(family), small(models.batches(family, count=1)[0])
+    with pytest.raises(ModelError, match=r"nothing to merge|one sequence of blocks"):
+        find_merging(model, find_sites(model), batch)
+
+
+def test_a_model_that_reads_other_blocks_is_refused() -> None:
+    model, batch = Intermediate(), models.batches("vit", count=1)[0][:4]
+    with pytest.raises(ModelError, match=r"not read from the end of backbone\.blocks alone"):
+        find_merging(model, find_sites(model), batch)
+
+
+@pytest.mark.parametrize("family", ["vit", "deit3-layerscale"])
+@pytest.mark.parametrize("widths", [False, True], ids=["tokens", "tokens and widths"])
+def test_refitting_brings_the_output_nearer_to_the_dense_one(family: str, widths: bool) -> None:
+    model, batches = models.build(family), models.batches(family, count=4)
+    recipe = Recipe(mlp=0.5, sequential=False)
+    merged = merged_copy(model, Merging("blocks", (5, 3), 1))
+    smaller = corp.prune(merged, batches, recipe).model if widths else merged
+    expected = torch.cat([models.run(model, batch) for batch in batches])
+
+    def error() -> float:
+        return float((torch.cat([models.run(smaller, batch) for batch in batches]) - expected).norm())
+
+    before, sites = error(), find_sites(model)
+    sequential = replace(recipe, sequential=True)
+    blocks = find_blocks(model, sites, sequential, batches)
+    passages = record_batches(model, sites, batches, blocks, sequential, 200)
+    corrected = repair_merged(model, smaller, blocks, passages, replace(recipe, skip=("blocks.0.mlp",)))
+    assert error() < 0.9 * before
+    assert corrected
+    assert "blocks.0.mlp" not in corrected
+    assert all(0 <= one["left"] <= one["gap"] for one in corrected.values())
