@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import corp
-from corp.calibration.hooks import Collector
+from corp.calibration.collector import Collector
 from corp.calibration.settings import Settings, enough_tokens
 from corp.io.tables import markdown_table
 from corp.measure.cost import count_params

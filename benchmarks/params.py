@@ -15,7 +15,8 @@ import torch
 import corp
 from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
-from corp.planning.plan import GroupCost, Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import GroupCost, SitePlan
 from corp.recipe import Recipe, kept_width
 from corp.surgery.apply import shrink
 

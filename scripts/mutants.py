@@ -38,8 +38,8 @@ PACKAGES = {  # files that are changed, and tests that should notice
         "test_api.py",
     ),
     "loaders": (
-        "storage/folder.py storage/tying.py adapters/hf_models.py adapters/timm_models.py io/files.py "
-        "calibration/statistics.py evaluate/heads.py",
+        "storage/folder.py storage/rebuilding.py storage/tying.py adapters/hf_models.py adapters/timm_models.py "
+        "io/files.py calibration/statistics.py evaluate/heads.py",
         "io/test_files.py storage/test_storage.py calibration/test_statistics.py golden faults/test_attacks.py "
         "evaluate/test_heads.py cli/test_hf_cli.py",
     ),

@@ -19,7 +19,7 @@ from corp.errors import CorpWarning
 from corp.evaluate.check import check, require_equal
 from corp.numerics.lengths import Length
 from corp.planning.normed import LIMIT, require_lengths
-from corp.planning.plan import GroupCost, HeadMaps
+from corp.planning.site_plan import GroupCost, HeadMaps
 from corp.sites import AttentionSite
 from corp.storage.export.possible import Exports
 from corp.surgery.attention import narrow_queries, replace_attention

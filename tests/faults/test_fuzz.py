@@ -20,7 +20,8 @@ from corp import CorpError, Recipe, Statistics
 from corp.calibration.moments import Moments
 from corp.calibration.site_sums import SiteSums
 from corp.errors import RecipeError
-from corp.planning.plan import PLAN_VERSION, GroupCost, Plan, SitePlan
+from corp.planning.plan import PLAN_VERSION, Plan
+from corp.planning.site_plan import GroupCost, SitePlan
 from corp.recipe import BASES, COMPENSATIONS, KINDS, RANKINGS, kept_width
 from tests.helpers.fuzz import TARGETS, damaged
 from tests.helpers.seeds import SEED, seeded

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from corp.planning.plan import GroupCost, Plan, SitePlan
+from corp.planning.plan import Plan
 from corp.planning.report import Report
+from corp.planning.site_plan import GroupCost, SitePlan
 from corp.recipe import Recipe
 from corp.storage.report.html import Run
 

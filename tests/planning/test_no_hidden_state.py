@@ -15,8 +15,9 @@ from torch import nn
 
 import corp
 from corp import Recipe, Statistics
-from corp.planning.plan import Fold, Plan, SitePlan
+from corp.planning.plan import Plan
 from corp.planning.planners import plan_site
+from corp.planning.site_plan import Fold, SitePlan
 from corp.recipe import BASES, COMPENSATIONS, RANKINGS
 from tests.helpers.models import as_saved, images, vit
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from corp.numerics.lengths import Length
 from corp.numerics.rotary import pair_map
-from corp.planning.plan import NormFold
+from corp.planning.site_plan import NormFold
 from corp.sites import AttentionSite, QKNorm, Rows
 from corp.surgery.norms import narrow_norms
 from tests.helpers.seeds import seeded

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from corp.calibration.hooks import Collector
+from corp.calibration.collector import Collector
 from corp.calibration.site_sums import entry_of, read_sums
 from corp.calibration.statistics import read_entries, write_site
 from corp.errors import StorageError

@@ -18,6 +18,7 @@ from corp.calibration.pairs import PairSums
 from corp.errors import StatisticsError
 from corp.io.files import write_tensors
 from corp.numerics.place import Place
+from corp.sites import AttentionSite, OutputHead, Site
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)
 OPTIONAL = ("kron", "lengths", "attended")  # tensors that some sums have and others not
@@ -51,6 +52,20 @@ class SiteSums(Generic[Sums]):
         """Everything, flat: fit.* and held.*."""
         parts = {"fit": self.fit, "held": self.held}
         return {f"{part}.{name}": t for part, sums in parts.items() for name, t in sums.state().items()}
+
+
+def empty_sums(site: Site | OutputHead) -> dict[str, AnySums]:
+    """Empty sums of one site, by name: an attention has those of rotated and of other dimensions, if any."""
+    if not isinstance(site, AttentionSite):
+        return {site.name: SiteSums(Moments(site.inputs), Moments(site.inputs))}
+    sums: dict[str, AnySums] = {}
+    if site.rotary:
+        sums[site.name] = SiteSums(
+            *(PairSums(site.heads, site.groups, site.rotary.dims, normed=site.norm is not None) for _ in range(2))
+        )
+    if site.plain_width:
+        sums[site.plain_name] = SiteSums(*(Grams(site.heads, site.plain_width) for _ in range(2)))
+    return sums
 
 
 def _at(sums: Sums, place: Place) -> Sums:

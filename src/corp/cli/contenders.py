@@ -16,6 +16,7 @@ from corp.measure import timing
 from corp.recipe import FAST, ROUNDING_KEYS
 from corp.sites import AttentionSite, Site
 from corp.storage import folder as storage
+from corp.storage.rebuilding import rebuild
 from corp.surgery.apply import history
 
 # Per kind: its name in --round-to, and the width that kernels take whole.
@@ -36,7 +37,7 @@ def gather(names: list[str], device: str, dtype: str) -> list[Contender]:
     if len(names) == 1 and (Path(names[0]) / storage.MANIFEST).is_file():
         folder = Path(names[0])
         try:
-            base = storage.rebuild(storage.read_manifest(folder)["base"], folder)
+            base = rebuild(storage.read_manifest(folder)["base"], folder)
         except CorpError as error:
             raise ModelError(
                 f"{error}. To time it against another model give both: corp bench DENSE {folder}"

@@ -32,7 +32,7 @@ def plan(
     from corp import api
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
-    from corp.planning.plan import COLUMNS
+    from corp.planning.site_plan import COLUMNS
     from corp.storage.report.why import explained
 
     if out is not None and out.exists() and not overwrite:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from corp.adapters.registry import find_sites
 from corp.api import calibrate
 from corp.calibration.batches import Forward, evaluating, feed
-from corp.calibration.hooks import Collector
+from corp.calibration.collector import Collector
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.calibration.tokens import real_tokens
@@ -27,7 +27,8 @@ from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
 from corp.evaluate.replay import Inputs
 from corp.numerics.affine import output_energy
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import SitePlan
 from corp.sites import (
     AttentionSite,
     LinearSite,

@@ -7,13 +7,15 @@ were chosen by attention-weighted cost, by the variance of each row's difference
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from corp.calibration.collector import Collector
 from corp.calibration.grams import Grams
-from corp.calibration.hooks import Collector, removing, turned_heads
+from corp.calibration.heads import Heads
+from corp.calibration.hooks import removing
 from corp.calibration.masks import bound
 from corp.calibration.pairs import PAIR_BLOCKS, looked_at_of
 from corp.calibration.query_blocks import query_blocks, same_lengths, with_key_grams
@@ -21,19 +23,9 @@ from corp.calibration.statistics import Statistics
 from corp.calibration.threads import here
 from corp.errors import ModelError
 from corp.numerics import rotary
-from corp.planning.plan import SitePlan
+from corp.planning.site_plan import SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import AttentionSite
-
-
-class Heads(NamedTuple):
-    """Queries (B, H, n, d) and keys (B, K, m, d) as their logits are made of them, and what of them counts."""
-
-    q: Tensor
-    k: Tensor
-    q_mask: Tensor | None = None
-    k_mask: Tensor | None = None
-    causal: bool = False
 
 
 class _Watcher(Collector):
@@ -43,23 +35,8 @@ class _Watcher(Collector):
         super().__post_init__()
         self.seen: list[Heads] = []
 
-    def add(
-        self,
-        site: AttentionSite,
-        q: Tensor,
-        k: Tensor,
-        q_mask: Tensor | None,
-        k_mask: Tensor | None,
-        causal: bool,
-        angles: tuple[Tensor, Tensor] | None = None,
-        features: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        q, k = q.unflatten(-1, (site.heads, -1)), k.unflatten(-1, (site.groups, -1))  # (B, n, H, d)
-        if site.rotary and angles:
-            q, k = (turned_heads(x, site.rotary.dims, *angles) for x in (q, k))
-        else:
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-        self.seen.append(Heads(q, k, q_mask, k_mask, causal))
+    def add(self, _site: AttentionSite, heads: Heads) -> None:
+        self.seen.append(heads)
 
 
 def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:

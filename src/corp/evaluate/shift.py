@@ -29,7 +29,8 @@ from corp.numerics.linalg import mean_diagonal, solve_vanishing
 from corp.planning.fitting import fit_head, fit_linear, fit_rotated, head_system, split
 from corp.planning.heads import HeadSums, fit_group
 from corp.planning.linear import Layer, choose, layer_of
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import SitePlan
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
 from corp.surgery.apply import match

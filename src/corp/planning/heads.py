@@ -22,7 +22,7 @@ from corp.planning.fitting import fit_head, head_system, split
 from corp.planning.normed import NormedPairs, require_lengths
 from corp.planning.pairs import Pairs
 from corp.planning.parts import Maps, Part, Shares, held_out, share, together
-from corp.planning.plan import GroupCost, HeadMaps, NormFold, SitePlan
+from corp.planning.site_plan import GroupCost, HeadMaps, NormFold, SitePlan
 from corp.planning.widths import rotated_part
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import AttentionSite

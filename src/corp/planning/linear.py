@@ -13,7 +13,7 @@ from corp.calibration.site_sums import SiteSums
 from corp.io.observer import timed
 from corp.numerics import affine, exact, rank, values
 from corp.planning.fitting import fit_linear, moments_for_fit, split
-from corp.planning.plan import GroupCost, LinearFold, SitePlan
+from corp.planning.site_plan import GroupCost, LinearFold, SitePlan
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import MLPSite, Projection, ValueSite
 

@@ -21,7 +21,7 @@ from corp.numerics import rotary
 from corp.numerics.lengths import Length, fit_length, relative_error, square_error
 from corp.planning.pairs import Pairs
 from corp.planning.parts import Maps, held_out
-from corp.planning.plan import GroupCost, NormFold
+from corp.planning.site_plan import GroupCost, NormFold
 from corp.recipe import Recipe
 from corp.sites import AttentionSite
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from corp.calibration.statistics import Statistics
 from corp.errors import warn
-from corp.planning.plan import SitePlan
+from corp.planning.site_plan import SitePlan
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 

@@ -14,7 +14,7 @@ from corp.io.observer import timed
 from corp.numerics import rank, rotary
 from corp.planning.fitting import fit_rotated, split
 from corp.planning.parts import Maps, Part, Shares, held_out, share, together
-from corp.planning.plan import GroupCost
+from corp.planning.site_plan import GroupCost
 from corp.recipe import Recipe
 
 

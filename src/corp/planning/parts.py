@@ -11,7 +11,7 @@ from torch import Tensor
 from corp.calibration.grams import Grams
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
-from corp.planning.plan import GroupCost, NormFold
+from corp.planning.site_plan import GroupCost, NormFold
 
 Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data
 

@@ -11,7 +11,7 @@ from corp.numerics.exact import Path
 from corp.numerics.subspace import Subspace
 from corp.planning.heads import HeadSums, fold_attention, plan_attention, shared_pairs, sketch_attention
 from corp.planning.linear import fold_linear, plan_linear, sketch_linear
-from corp.planning.plan import Fold, SitePlan
+from corp.planning.site_plan import Fold, SitePlan
 from corp.planning.widths import rotated_part
 from corp.recipe import SHARED, Recipe
 from corp.sites import AttentionSite, Site, projection_at

@@ -8,7 +8,8 @@ from typing import Any
 
 from corp.io.observer import duration
 from corp.io.tables import text_table
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import SitePlan
 
 TOTALS = ("", "before", "after", "ratio")
 STAGES = ("stage", "estimated", "took")

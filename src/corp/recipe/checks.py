@@ -92,3 +92,24 @@ def tokens_of(value: object, *, has_target: bool, params: bool) -> str | tuple[i
     if not isinstance(value, list | tuple) or any(isinstance(r, bool) or not isinstance(r, int) for r in value):
         raise RecipeError(f"tokens={value!r} is not 'auto' or a list with the tokens to merge in every block")
     return tuple(value)
+
+
+def check_sequential(sequential: bool | str, samples: object, compensate: str) -> None:
+    if sequential is True and compensate != "full":
+        raise RecipeError(f"sequential=True refits compensated layers, so it cannot go with compensate={compensate!r}")
+    if samples is None:
+        return
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
+    if sequential is False or compensate != "full":
+        raise RecipeError("sequential_samples is used by the refit only: it cannot go with sequential=False")
+
+
+def check_equal_heads(equal_heads: object, attn: float, vo: float) -> None:
+    if not isinstance(equal_heads, bool):
+        raise RecipeError(f"equal_heads={equal_heads!r} is not True or False")
+    if equal_heads and vo not in (0.0, attn):
+        raise RecipeError(
+            f"equal_heads gives values the width of queries and keys, so vo={vo:g} cannot differ from attn={attn:g}; "
+            "leave vo out"
+        )

@@ -12,17 +12,8 @@ from typing import Any
 
 from corp.errors import RecipeError
 from corp.io.tables import Tabular
-from corp.recipe.checks import (
-    Wanted,
-    checked_sparsity,
-    checked_target,
-    globs_of,
-    non_negative,
-    overrides_of,
-    require_auto_or_flag,
-    require_one_of,
-    tokens_of,
-)
+from corp.recipe import checks
+from corp.recipe.checks import Wanted
 from corp.recipe.choices import (
     ALLOCATIONS,
     AUTO,
@@ -159,57 +150,42 @@ class Recipe(Tabular):
     @classmethod
     def preset(cls, name: str, **settings: Any) -> Recipe:
         """Return a recipe with the settings of a preset where `settings` does not say otherwise."""
-        require_one_of("preset", name, tuple(PRESETS))
+        checks.require_one_of("preset", name, tuple(PRESETS))
         return cls(**{**PRESETS[name], **settings})
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the dataclass is frozen; values are stored in one plain form
         for kind in KINDS:
-            put(self, kind, checked_sparsity(kind, getattr(self, kind)))
+            put(self, kind, checks.checked_sparsity(kind, getattr(self, kind)))
         if self.output is not None:
-            put(self, "output", checked_sparsity("output", self.output))
+            put(self, "output", checks.checked_sparsity("output", self.output))
         self._check_targets()
-        for name in ("rank", "compensate", "vo_basis", "attn_basis", "allocate", "rotary"):
-            require_one_of(name, getattr(self, name), _choices(name))
+        for f in fields(self):
+            if f.metadata["choices"] and f.name != "intercept":  # its choices are those of the command line
+                checks.require_one_of(f.name, getattr(self, f.name), f.metadata["choices"])
         for name in ("intercept", "sequential"):
-            require_auto_or_flag(name, getattr(self, name))
+            checks.require_auto_or_flag(name, getattr(self, name))
         if self.compensate == "mean" and self.intercept is False:
             raise RecipeError("compensate='mean' corrects the bias, so it cannot go with intercept=False")
-        put(self, "ridge", non_negative("ridge", self.ridge))
-        self._check_sequential()
-        put(self, "tokens", tokens_of(self.tokens, has_target=self.has_target, params=self.target_params is not None))
+        put(self, "ridge", checks.non_negative("ridge", self.ridge))
+        checks.check_sequential(self.sequential, self.sequential_samples, self.compensate)
+        params = self.target_params is not None
+        put(self, "tokens", checks.tokens_of(self.tokens, has_target=self.has_target, params=params))
         check_rounding(self.round_to)
-        put(self, "skip", globs_of(self.skip))
-        put(self, "overrides", overrides_of(self.overrides, ranges=self.has_target))
-        if not isinstance(self.equal_heads, bool):
-            raise RecipeError(f"equal_heads={self.equal_heads!r} is not True or False")
-        if self.equal_heads and self.vo not in (0.0, self.attn):
-            raise RecipeError(
-                f"equal_heads gives values the width of queries and keys, so vo={self.vo:g} cannot differ from "
-                f"attn={self.attn:g}; leave vo out"
-            )
+        put(self, "skip", checks.globs_of(self.skip))
+        put(self, "overrides", checks.overrides_of(self.overrides, ranges=self.has_target))
+        checks.check_equal_heads(self.equal_heads, self.attn, self.vo)
 
     def _check_targets(self) -> None:
         for name, what in TARGETS.items():
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checked_target(name, value, what))
+                object.__setattr__(self, name, checks.checked_target(name, value, what))
         if len(several := [name for name in TARGETS if getattr(self, name) is not None]) > 1:
             raise RecipeError(f"give {' or '.join(several)}, not both")
         if self.has_target and (given := [kind for kind in KINDS if getattr(self, kind)]):
             raise RecipeError(
                 f"a target chooses the widths itself: {', '.join(given)} cannot go with it; use overrides"
             )
-
-    def _check_sequential(self) -> None:
-        if self.sequential is True and self.compensate != "full":
-            raise RecipeError(
-                f"sequential=True refits compensated layers, so it cannot go with compensate={self.compensate!r}"
-            )
-        samples = self.sequential_samples
-        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
-            raise RecipeError(f"sequential_samples={samples!r} is not a whole number >= 1")
-        if samples is not None and not self.refits:
-            raise RecipeError("sequential_samples is used by the refit only: it cannot go with sequential=False")
 
     @property
     def refits(self) -> bool:
@@ -302,8 +278,3 @@ def preset_of(recipe: Recipe) -> str:
         if all(getattr(recipe, key) == preset.get(key, defaults[key]) for key in settings):
             return name
     return "custom"
-
-
-def _choices(name: str) -> tuple[str, ...]:
-    found: tuple[str, ...] = next(f.metadata["choices"] for f in fields(Recipe) if f.name == name)
-    return found

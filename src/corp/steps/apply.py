@@ -8,9 +8,10 @@ from corp.calibration import workers
 from corp.calibration.statistics import Statistics
 from corp.errors import warn
 from corp.io.observer import SILENT, Observer, timed
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
 from corp.planning.planners import cost_of, fold_site
 from corp.planning.report import Report
+from corp.planning.site_plan import SitePlan
 from corp.sites import at_site
 from corp.steps.allocation.budget import Sample, one_sample
 from corp.steps.count import before_after

@@ -10,8 +10,9 @@ from corp.errors import warn
 from corp.io.observer import Observer, timed
 from corp.planning.output import OutputPlan, plan_output, spectrum_of
 from corp.planning.overfitting import warn_if_weak
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
 from corp.planning.planners import cost_of, pairs_of_all, plan_site
+from corp.planning.site_plan import SitePlan
 from corp.planning.widths import rounded_away
 from corp.recipe import Recipe
 from corp.sites import Site, at_site, projection_at

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from corp import __version__
-from corp.adapters.registry import adapter_named, adapters_for, find_sites, library_of
-from corp.errors import CorpError, StorageError, warn
+from corp.adapters.registry import adapters_for, library_of
+from corp.errors import StorageError, warn
 from corp.io.files import file_in, new_folder, read_json, refuse_existing, write_tensors
 from corp.planning.plan import Plan
 from corp.steps.result import Result
@@ -22,12 +22,11 @@ from corp.storage.export import targets
 from corp.storage.export.possible import Exports
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
+from corp.storage.rebuilding import base_of, rebuild, shrink_all
 from corp.storage.report.card import model_card
 from corp.storage.report.html import Run, page
 from corp.storage.tying import assign, tied_names
-from corp.surgery.apply import history, set_history, shrink
-from corp.surgery.experts import pack
-from corp.surgery.opened import open_up
+from corp.surgery.apply import history, set_history
 from corp.surgery.padded import ScatterLinear
 
 FORMAT = "corp-model"
@@ -64,7 +63,7 @@ def save(
     sources = places_of([str(place) for place in companions], result.model, result.origin)
     if profile != COMPACT:
         origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
-        base = _base(result)
+        base = base_of(result.model)
         chosen = targets.choose(base, None, profile)
         with new_folder(Path(path), overwrite=overwrite) as folder:
             targets.write(result.model, base, folder, Path(path), chosen, sources, origin)
@@ -82,7 +81,7 @@ def compact_manifest(result: Result, path: str | Path, command: str | None) -> d
         "version": FORMAT_VERSION,
         "corp": __version__,
         "torch": torch.__version__,
-        "base": _base(result),
+        "base": base_of(result.model),
         "recipe": result.plan.recipe.to_dict(),
         "calibration": result.origin,
         "command": command,
@@ -142,7 +141,7 @@ def exports(source: str | Path) -> dict[str, str | None]:
     *earlier, last = read_plans(folder, manifest)
     with torch.device("meta"):
         model = rebuild(manifest["base"], folder)
-    _shrink_all(model, tuple(earlier))
+    shrink_all(model, earlier)
     return Exports(model).of(last)
 
 
@@ -172,11 +171,11 @@ def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
     else:
         with torch.device("meta"):  # shapes are checked before anything is allocated
             model = rebuild(manifest["base"], folder)
-    _shrink_all(model, plans)
+    shrink_all(model, plans)
     tensors = _read_tensors(weights, model)
     if any(buffer.is_meta for name, buffer in model.named_buffers() if name not in tensors):
         model = rebuild(manifest["base"], folder)  # buffers that are not saved have to be computed
-        _shrink_all(model, plans)
+        shrink_all(model, plans)
     set_history(model, plans)
     assign(model, tensors)
     odd = [name for name, m in model.named_modules() if isinstance(m, ScatterLinear) and not m.is_sound()]
@@ -191,24 +190,6 @@ def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
     if not isinstance(earlier, list):
         raise StorageError(f"{folder / MANIFEST}: 'earlier_plans' is not a list")
     return (*map(Plan.from_dict, earlier), Plan.load(file_in(folder, PLAN)))
-
-
-def _shrink_all(model: nn.Module, plans: tuple[Plan, ...]) -> None:
-    open_up(model)
-    for plan in plans:
-        shrink(model, find_sites(model), plan)
-    pack(model)
-
-
-def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:
-    """The dense architecture that the folder names, with whatever weights it is built with."""
-    if base is None:
-        raise StorageError(f"{folder} does not say how to build its dense model; pass it: corp.load(path, base=model)")
-    adapter = adapter_named(str(base.get("adapter")))
-    identity = base.get("identity")
-    if adapter.rebuild is None or not isinstance(identity, dict):
-        raise StorageError(f"{folder}: adapter {adapter.name!r} cannot rebuild it; pass corp.load(path, base=model)")
-    return adapter.rebuild(identity)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -267,42 +248,3 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _base(result: Result) -> dict[str, Any] | None:
-    """How to rebuild the dense architecture, if that reproduces this very model; else None."""
-    for adapter in adapters_for(result.model):
-        if adapter.identify is None or adapter.rebuild is None or adapter.find(result.model) is None:
-            continue
-        try:
-            identity = adapter.identify(result.model)
-            if identity is None:
-                continue
-            identity = json.loads(json.dumps(identity))  # as load will see it
-            with torch.device("meta"):
-                copy_ = adapter.rebuild(identity)
-            _shrink_all(copy_, history(result.model))
-        except (CorpError, TypeError):
-            continue
-        if structure(copy_) == structure(result.model):
-            return {"adapter": adapter.name, "identity": identity}
-    return None
-
-
-def structure(model: nn.Module) -> dict[str, Any]:
-    """Classes, shapes and plain attributes of all modules: equal structures with equal weights are equal functions."""
-    modules = {
-        name: (type(module).__qualname__, {k: v for k, v in vars(module).items() if _plain(k, v)})
-        for name, module in model.named_modules()
-    }
-    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    return {"modules": modules, "shapes": shapes, "tied": tied_names(model)}
-
-
-def _plain(name: str, value: object) -> bool:
-    # name_or_path is where a transformers model lay, not what it computes.
-    return (
-        name not in ("training", "name_or_path")
-        and not name.startswith("_")
-        and isinstance(value, int | float | str | tuple | None)
-    )

@@ -16,8 +16,9 @@ from corp.io.observer import timed
 from corp.numerics import values
 from corp.numerics.output import LowRank
 from corp.planning.output import OutputPlan, fold_output, spectrum_of
-from corp.planning.plan import Fold, HeadMaps, LinearFold, Plan, SitePlan
+from corp.planning.plan import Plan
 from corp.planning.planners import fold_site
+from corp.planning.site_plan import Fold, HeadMaps, LinearFold, SitePlan
 from corp.sites import (
     AttentionSite,
     MLPSite,

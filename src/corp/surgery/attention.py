@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corp.planning.plan import HeadMaps
+from corp.planning.site_plan import HeadMaps
 from corp.sites import AttentionSite, Projection, ValueSite, projection_of, rows_of
 from corp.surgery.linear import fuse, make_linear, unfuse
 from corp.surgery.norms import narrow_norms

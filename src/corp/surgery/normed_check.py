@@ -16,7 +16,8 @@ from corp.numerics import rotary
 from corp.numerics.lengths import Length, square_error
 from corp.planning.fitting import split
 from corp.planning.normed import length_cost
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import SitePlan
 from corp.sites import AttentionSite, Rows, gains_of, rows_of
 from corp.surgery.row_maps import heads_in
 

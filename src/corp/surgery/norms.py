@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.numerics.lengths import Length
-from corp.planning.plan import NormFold
+from corp.planning.site_plan import NormFold
 from corp.sites import AttentionSite, gains_of
 from corp.surgery.linear import new_parameter
 

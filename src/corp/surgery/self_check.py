@@ -23,7 +23,8 @@ from corp.numerics.output import LowRank, output_error
 from corp.numerics.place import Place, in_float64
 from corp.planning.fitting import split
 from corp.planning.output import OutputPlan
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import (
     AttentionSite,

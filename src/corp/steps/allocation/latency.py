@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from corp.calibration.batches import evaluating, placement, run
 from corp.measure.timing import Ratio, interleave, speed_up
 from corp.measure.units import unit_costs
-from corp.planning.plan import Plan, SitePlan
+from corp.planning.plan import Plan
+from corp.planning.site_plan import SitePlan
 from corp.planning.widths import multiple_of, narrowed, rotated_part
 from corp.recipe import COORDINATES, FAST, KINDS, ROUNDING_KEYS, Recipe
 from corp.sites import MLPSite, Site, Sites, ValueSite

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from corp.io.tables import markdown_table
-from corp.planning.plan import COLUMNS
 from corp.planning.report import TOTALS, Report
+from corp.planning.site_plan import COLUMNS
 
 
 def model_card(report: Report, manifest: dict[str, Any]) -> str:

@@ -17,8 +17,8 @@ from xml.etree.ElementTree import Element, tostring
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from corp.planning.plan import SitePlan
 from corp.planning.report import STAGES, TOTALS, Report
+from corp.planning.site_plan import SitePlan
 from corp.recipe import KINDS
 from corp.storage.report import svg
 from corp.storage.report.remake import remake

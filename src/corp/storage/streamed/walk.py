@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, count_samples, enumerate_batches, feed, size_of
+from corp.calibration.collector import Collector
 from corp.calibration.holdout import HoldOut
-from corp.calibration.hooks import Collector, block_of
+from corp.calibration.hooks import block_of
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.io.observer import SILENT, Observer
