@@ -8,27 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from corp.calibration.hooks import removing
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
     """Inside, models are built with parameters on the meta device; their buffers are computed as ever."""
-    register: Any = nn.Module.register_parameter
 
-    def register_empty(module: Any, name: str, param: Any) -> None:
-        if param is not None and not param.is_meta:  # one that is shared was replaced before
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-        register(module, name, param)
+    def empty(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:  # one that is shared was replaced before
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
-    try:
+    with removing([register_module_parameter_registration_hook(empty)]):  # type: ignore[arg-type]
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def placeholder(like: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:

@@ -31,20 +31,22 @@ def prune_streamed(
     """Prune block by block into `out`; without it, only say how much memory that takes. Without `show`, as JSON."""
     from corp.cli import inputs
     from corp.cli.models import companion_places, lacking_companions
+    from corp.io.observer import SILENT
+    from corp.steps.run import Run
     from corp.storage.streamed.prune import estimate_opened, prune_opened
 
     inputs.require_data(source)
     opened = _opened(source)
     batches = inputs.batches_of(opened.model, source)
     if out is None:
-        need = estimate_opened(opened, batches, recipe, settings)
+        need = estimate_opened(opened, Run(batches, None, settings, None, SILENT), recipe)
         show_json({**need._asdict(), "memory": need.total}) if show is None else note(need.line())
         return
     line = shlex.join(["corp", *sys.argv[1:]])
     places = companion_places(source.model, opened.model, source.text.tokenizer)
     origin = inputs.origin_of(source, opened.model, batches)
-    more: dict[str, Any] = {"settings": settings, "origin": origin, "observer": Console(), "command": line}
-    report = prune_opened(opened, batches, recipe, out, companions=places, **more)
+    run = Run(batches, None, settings, origin, Console())
+    report = prune_opened(opened, run, recipe, out, command=line, companions=places)
     inputs.tell_skipped(batches)
     if lacking := lacking_companions(opened.model, out):
         note(lacking)

@@ -21,7 +21,6 @@ from corp.api import calibrate
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.calibration.collector import Collector
 from corp.calibration.settings import Settings
-from corp.calibration.statistics import Statistics
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
@@ -43,9 +42,10 @@ from corp.sites import (
 )
 from corp.surgery.apply import match
 from corp.surgery.attention import Parts
+from corp.surgery.both import Both
 from corp.surgery.normed_check import normed_errors
 from corp.surgery.opened import opened
-from corp.surgery.self_check import Finding, errors_in, narrowed_rows
+from corp.surgery.self_check import Finding, errors_in
 
 # A forward pass rounds at every step, not once: 1e-7 becomes some 1e-5 of the output, 1e-16 some 1e-10.
 ACCUMULATED = 0.65
@@ -90,21 +90,21 @@ def check(
     sites = find_sites(dense)
     stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
     epsilon = torch.finfo(next(pruned.parameters()).dtype).eps ** ACCUMULATED
-    widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
+    both = Both(dense, pruned, sites, stats, plan)
     checked = []
     with evaluating(dense), evaluating(pruned), torch.no_grad():
         for group in match(sites, plan):
             for site, site_plan in group:
                 if isinstance(site, MLPSite) and site.experts and not stats.moments_of(site.name).total().n:
                     continue  # no token of these batches is routed to it
-                rows = narrowed_rows(pruned, sites, site, widths)
-                expected = errors_in(dense, pruned, site, rows, stats, plan, site_plan)
+                rows = both.rows(site)
+                expected = errors_in(both, site, site_plan)
                 if expected is None:
                     continue
                 narrow = _narrowed(site, rows)
                 with _alone(dense, pruned, site, narrow, site_plan) as swap:
                     if isinstance(site, AttentionSite):
-                        errors = LogitErrors(site, site_plan, weighted=plan.recipe.rank == "exact")
+                        errors = LogitErrors(site, site_plan, weighted=both.weighted)
                         measured = _logit_error(dense, site, narrow, swap, errors, batches, forward)
                         energy = errors.energy(stats)
                     else:
@@ -112,7 +112,9 @@ def check(
                         moments = stats.moments_of(site.name).total()
                         W = projection_at(dense, site.down).weight.cpu().double()
                         energy = output_energy(W, moments.mean, moments.cov())
-                estimated = _estimated(dense, pruned, site, rows, stats, plan, site_plan)
+                estimated = 0.0
+                if isinstance(site, AttentionSite) and site.norm is not None and rows is not None:
+                    estimated = normed_errors(both, site, rows, site_plan)[1]
                 finding = Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
                 checked.append(Checked(site_plan.relative_error, finding))
             if progress:
@@ -129,21 +131,6 @@ def require_equal(checked: Sequence[Checked]) -> None:
             f"{first.expected:.3%} of its output here and loses {first.measured:.3%}; the model is damaged, or "
             "something (a hook, a wrapper, another version of its library) changes what its modules compute"
         )
-
-
-def _estimated(
-    dense: nn.Module,
-    pruned: nn.Module,
-    site: Site,
-    rows: dict[str, Rows] | None,
-    stats: Statistics,
-    plan: Plan,
-    site_plan: SitePlan,
-) -> float:
-    """The part of a site's expected error that sums give to first order only."""
-    if not isinstance(site, AttentionSite) or site.norm is None or rows is None:
-        return 0.0
-    return normed_errors(dense, pruned, site, rows, stats, plan, site_plan)[1]
 
 
 def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:

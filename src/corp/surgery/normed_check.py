@@ -8,17 +8,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from corp.calibration.pairs import PairSums
-from corp.calibration.statistics import Statistics
 from corp.numerics import rotary
 from corp.numerics.lengths import Length, square_error
 from corp.planning.fitting import split
 from corp.planning.normed import length_cost
-from corp.planning.plan import Plan
 from corp.planning.site_plan import SitePlan
 from corp.sites import AttentionSite, Rows, gains_of, rows_of
+from corp.surgery.both import Both
 from corp.surgery.row_maps import heads_in
 
 ROWS_APART = 1e-2  # relative: more than any dtype rounds
@@ -31,27 +30,19 @@ class _Side(NamedTuple):
     lengths: list[Length]
 
 
-def normed_errors(
-    dense: nn.Module,
-    pruned: nn.Module,
-    site: AttentionSite,
-    rows: dict[str, Rows],
-    stats: Statistics,
-    plan: Plan,
-    site_plan: SitePlan,
-) -> tuple[float, float]:
+def normed_errors(both: Both, site: AttentionSite, rows: dict[str, Rows], site_plan: SitePlan) -> tuple[float, float]:
     """The squared error of the logits of all heads: of pruned pairs, exact, and of wrong lengths, to first order."""
-    q, k, kept = *_sides(dense, pruned, site, rows, site_plan), site_plan.indices()
-    sums, weighted = stats.pairs_of(site.name).total(), plan.recipe.rank == "exact"
+    q, k, kept = *_sides(both, site, rows, site_plan), site_plan.indices()
+    sums = both.stats.pairs_of(site.name).total()
     of_pairs = of_lengths = 0.0
     for h in range(site.heads):
         g, i = divmod(h, site.heads // site.groups)
         pairs = kept[g][: len(kept[g]) // 2]
         c = q.factor[h] * k.factor[g].conj()
-        system = rotary.pair_system(sums.group(g, weighted=weighted)[i], pairs, split(site.width // 2, pairs))
+        system = rotary.pair_system(sums.group(g, weighted=both.weighted)[i], pairs, split(site.width // 2, pairs))
         of_pairs += rotary.error(system, torch.cat([c.real - 1, -c.imag]))
         squares = _squares(sums, site, kept[g], (g, i), (q.lengths[h], k.lengths[g]))
-        of_lengths += length_cost(sums, h, squares, weighted=weighted)
+        of_lengths += length_cost(sums, h, squares, weighted=both.weighted)
     return of_pairs, of_lengths
 
 
@@ -64,15 +55,13 @@ def _squares(
     return square_error(F_q[i], dims, lengths[0], site.norm.eps), square_error(F_k, dims, lengths[1], site.norm.eps)
 
 
-def _sides(
-    dense: nn.Module, pruned: nn.Module, site: AttentionSite, rows: dict[str, Rows], site_plan: SitePlan
-) -> tuple[_Side, _Side]:
+def _sides(both: Both, site: AttentionSite, rows: dict[str, Rows], site_plan: SitePlan) -> tuple[_Side, _Side]:
     assert site.norm is not None
     kept, shared = site_plan.indices(), site.heads // site.groups
-    of_queries, of_keys = gains_of(dense, site.norm)
-    norms: Any = [pruned.get_submodule(name) for name in (site.norm.q, site.norm.k)]
-    q = heads_in(rows_of(dense, site.q), rows_of(pruned, rows["q"]), site.heads)
-    k = heads_in(rows_of(dense, site.k), rows_of(pruned, rows["k"]), site.groups)
+    of_queries, of_keys = gains_of(both.dense, site.norm)
+    norms: Any = [both.pruned.get_submodule(name) for name in (site.norm.q, site.norm.k)]
+    q = heads_in(rows_of(both.dense, site.q), rows_of(both.pruned, rows["q"]), site.heads)
+    k = heads_in(rows_of(both.dense, site.k), rows_of(both.pruned, rows["k"]), site.groups)
     return (
         _side(q, norms[0], of_queries, [group for group in kept for _ in range(shared)], site.width),
         _side(k, norms[1], of_keys, kept, site.width),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from corp.sites import (
     rows_of,
     site_devices,
 )
+from corp.surgery.both import Both
 from corp.surgery.normed_check import normed_errors
 from corp.surgery.row_maps import heads_in, map_between, maps_in
 
@@ -78,11 +79,11 @@ def verify(
     """Check every planned site whose narrowed weights are where corp's own modules keep them."""
     epsilon = torch.finfo(next(pruned.parameters()).dtype).eps
     stats = stats.at({name: Place.exactly(device) for name, device in site_devices(dense, sites).items()})
-    widths = {site_plan.name: site_plan.keep for site_plan in plan.sites}
+    both = Both(dense, pruned, sites, stats, plan)
     findings = []
     for site_plan in plan.sites:
         site = sites[site_plan.name]
-        found = errors_in(dense, pruned, site, narrowed_rows(pruned, sites, site, widths), stats, plan, site_plan)
+        found = errors_in(both, site, site_plan)
         if found is not None:
             planned, energy = (sum(getattr(cost, name) for cost in site_plan.costs) for name in ("J", "energy"))
             findings.append(Finding(site.name, site.kind, planned, found, energy, epsilon))
@@ -117,29 +118,22 @@ def require_agreement(findings: Sequence[Finding]) -> None:
         )
 
 
-def errors_in(
-    dense: nn.Module,
-    pruned: nn.Module,
-    site: Site,
-    rows: dict[str, Rows] | None,
-    stats: Statistics,
-    plan: Plan,
-    site_plan: SitePlan,
-) -> float | None:
-    """The error of one site with the weights that stand in `pruned`, from the sums; None where they are not found."""
+def errors_in(both: Both, site: Site, site_plan: SitePlan) -> float | None:
+    """The error of one site with the weights of the pruned model, from the sums; None where they are not found."""
+    dense, pruned, stats = both.dense, both.pruned, both.stats
     if isinstance(site, MLPSite):
         W_new, b_new = in_float64(*projection_at(pruned, site.down))
         kept = site_plan.indices()[0].to(W_new.device)
         whole = W_new.new_zeros(len(W_new), site.width).index_copy_(1, kept, W_new)
         return _output_error(dense, site, whole, b_new, stats)
-    if rows is None:
+    if (rows := both.rows(site)) is None:
         return None
     if isinstance(site, ValueSite):
         T = maps_in(rows_of(dense, site.v), rows_of(pruned, rows["v"]), site.groups)
         each = [t for t in T for _ in range(site.heads // site.groups)]
         W_new, b_new = in_float64(*projection_at(pruned, site.down))
         return _output_error(dense, site, W_new @ torch.block_diag(*each), b_new, stats)
-    return _logit_error(dense, pruned, site, rows, stats, plan, site_plan)
+    return _logit_error(both, site, rows, site_plan)
 
 
 def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
@@ -150,27 +144,19 @@ def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tens
     return float(((D @ moments.cov()) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
 
 
-def _logit_error(
-    dense: nn.Module,
-    pruned: nn.Module,
-    site: AttentionSite,
-    rows: dict[str, Rows],
-    stats: Statistics,
-    plan: Plan,
-    site_plan: SitePlan,
-) -> float:
+def _logit_error(both: Both, site: AttentionSite, rows: dict[str, Rows], site_plan: SitePlan) -> float:
     """The squared error of the logits of all heads, rotated dimensions and others."""
     if site.norm is not None:
-        return sum(normed_errors(dense, pruned, site, rows, stats, plan, site_plan))
+        return sum(normed_errors(both, site, rows, site_plan))
     shared, dims = site.heads // site.groups, site.rotary_dims
     rotated = int((site_plan.indices()[0] < dims).sum())
     q, k = (
-        heads_in(rows_of(dense, old), rows_of(pruned, rows[side]), count)
+        heads_in(rows_of(both.dense, old), rows_of(both.pruned, rows[side]), count)
         for side, old, count in (("q", site.q, site.heads), ("k", site.k, site.groups))
     )
     total = 0.0
-    grams = stats.grams_of(site.plain_name).total() if site.plain_width else None
-    pairs = stats.pairs_of(site.name).total() if site.rotary else None
+    grams = both.stats.grams_of(site.plain_name).total() if site.plain_width else None
+    pairs = both.stats.pairs_of(site.name).total() if site.rotary else None
     for h in range(site.heads):
         g = h // shared
         if grams is not None:
@@ -180,7 +166,7 @@ def _logit_error(
             A = map_between(q[h][0][:dims], q[h][1][:rotated])  # (rotated, dims)
             kept = site_plan.indices()[g][: rotated // 2]
             ab = _pair_factors(A, kept, dims)
-            moments = pairs.group(g, weighted=plan.recipe.rank == "exact")[h % shared]
+            moments = pairs.group(g, weighted=both.weighted)[h % shared]
             total += rotary.error(rotary.pair_system(moments, kept, split(dims // 2, kept)), ab)
     return total
 
@@ -189,33 +175,3 @@ def _pair_factors(A: Tensor, kept: Tensor, dims: int) -> Tensor:
     """(a, b) of pair_map, read off the map A (2S, d)."""
     S, line = len(kept), torch.arange(len(kept))
     return torch.cat([A[line, kept] - 1, A[:S][line, kept + dims // 2]])
-
-
-def narrowed_rows(pruned: nn.Module, sites: Sites, site: Site, widths: dict[str, int]) -> dict[str, Rows] | None:
-    """Where queries, keys and values of a narrowed attention are: in the order they had, one after the other."""
-    if isinstance(site, MLPSite):
-        return None
-    name = site.attention
-    queries = sites.get(name)
-    values = next((one for one in sites.values if one.attention == name), None)
-    parts: list[tuple[str, Rows, int]] = []
-    if isinstance(queries, AttentionSite):
-        keep = widths.get(name, queries.width)
-        parts += [("q", queries.q, queries.heads * keep), ("k", queries.k, queries.groups * keep)]
-    if values is not None:
-        parts.append(("v", values.v, values.groups * widths.get(values.name, values.width)))
-    found: dict[str, Rows] = {}
-    for module in dict.fromkeys(rows.module for _, rows, _ in parts):
-        start = 0
-        for letter, rows, height in sorted((p for p in parts if p[1].module == module), key=lambda p: p[1].start):
-            found[letter] = replace(rows, start=start, stop=start + height, runs=1, period=0)
-            start += height
-        known = {letter for letter, rows, _ in parts if rows.module == module}
-        if start != _height(pruned, found[next(iter(known))]) and "v" in known:
-            return None
-    return found
-
-
-def _height(model: nn.Module, rows: Rows) -> int:
-    whole = replace(rows, start=0, stop=2**40)
-    return len(rows_of(model, whole).weight)

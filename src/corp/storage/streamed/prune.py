@@ -32,7 +32,7 @@ from corp.steps.allocation.allocator import Allocation, Allocator
 from corp.steps.count import sample_of
 from corp.steps.plan import warn_of_notes
 from corp.steps.result import Result
-from corp.steps.run import TRIED_OUT, Dense
+from corp.steps.run import TRIED_OUT, Dense, Run
 from corp.storage.folder import WEIGHTS, compact_manifest, describe_result, places_of
 from corp.storage.streamed.assembly import pruned_shell, write_streamed
 from corp.storage.streamed.memory import Need, needed
@@ -68,53 +68,44 @@ def prune_streamed(
     is held. A killed run continues at its block when it is called again (settings.fresh starts over).
     """
     opened = open_folder(folder, device=device, dtype=dtype)
-    watch = observer or (Bars() if progress else SILENT)
-    data = {"forward": forward, "settings": settings, "origin": origin, "observer": watch}
-    return prune_opened(opened, batches, recipe, out, **data)  # type: ignore[arg-type]
+    run = Run(batches, forward, settings, origin, observer or (Bars() if progress else SILENT))
+    return prune_opened(opened, run, recipe, Path(out))
 
 
 def prune_opened(
     opened: Opened,
-    batches: Iterable[Any],
+    run: Run,
     recipe: Recipe,
-    out: str | Path,
+    target: Path,
     *,
-    forward: Forward | None = None,
-    settings: Settings | None = None,
-    origin: dict[str, Any] | None = None,
-    observer: Observer = SILENT,
     command: str | None = None,
     companions: Sequence[str | Path] = (),
 ) -> Report:
     """prune_streamed, of a model that is open already."""
-    target, model = Path(out), opened.model
+    model, observer = opened.model, run.observer
     refuse_existing(target, overwrite=False)
-    require_streamable(recipe, batches)
-    settings, origin = settings or Settings(), dict(origin or {})
     partial = target.with_name(f".{target.name}.partial")
     with without_cache(model):
-        walk = _prepared(opened, batches, recipe, forward, settings, origin, Store(partial), observer)
-        _announce(need_of(walk), settings.memory, observer)
-        prepare_folder(partial, _identity(walk), fresh=settings.fresh)
+        walk = _prepared(opened, run, recipe, Store(partial))
+        _announce(need_of(walk), walk.settings.memory, observer)
+        prepare_folder(partial, _identity(walk), fresh=walk.settings.fresh)
         with lock_folder(partial, "rank-0"):
             walk = _with_widths(walk)
             walk.run()
             result, smaller = _assembled(walk)
             with observer.stage(f"writing {target}", None, ""), new_folder(target) as folder:
                 write_streamed(folder / WEIGHTS, smaller.model, smaller.weights)
-                places = places_of([str(place) for place in companions], model, origin)
+                places = places_of([str(place) for place in companions], model, walk.origin)
                 describe_result(result, folder, target, compact_manifest(result, target, command), places)
     shutil.rmtree(partial, ignore_errors=True)
     observer.finished(result.report.gained())
     return result.report
 
 
-def estimate_opened(opened: Opened, batches: Iterable[Any], recipe: Recipe, settings: Settings | None = None) -> Need:
+def estimate_opened(opened: Opened, run: Run, recipe: Recipe) -> Need:
     """What prune_opened would hold at the most."""
-    require_streamable(recipe, batches)
     with without_cache(opened.model):
-        nowhere = Store(Path())
-        return need_of(_prepared(opened, batches, recipe, None, settings or Settings(), {}, nowhere, SILENT))
+        return need_of(_prepared(opened, run, recipe, Store(Path())))
 
 
 def need_of(walk: Walk) -> Need:
@@ -123,7 +114,7 @@ def need_of(walk: Walk) -> Need:
     return needed(walk.presence, walk.blocks, sites, walk.batches, walk.recipe, walk.refits)
 
 
-def require_streamable(recipe: Recipe, batches: Iterable[Any]) -> None:
+def _require_streamable(recipe: Recipe, batches: Iterable[Any] | None) -> None:
     """Refuse, before any work, what needs the whole model or all statistics at once."""
     if isinstance(batches, Iterator):
         raise DataError("block by block, data is read once per block: give a list or a loader, not an iterator")
@@ -141,35 +132,27 @@ def require_streamable(recipe: Recipe, batches: Iterable[Any]) -> None:
             raise PlanError(f"a model cannot be pruned block by block under this recipe: {name} {reason}")
 
 
-def _prepared(
-    opened: Opened,
-    batches: Iterable[Any],
-    recipe: Recipe,
-    forward: Forward | None,
-    settings: Settings,
-    origin: dict[str, Any],
-    store: Store,
-    observer: Observer,
-) -> Walk:
+def _prepared(opened: Opened, run: Run, recipe: Recipe, store: Store) -> Walk:
     """Everything that has to be known before the first block: sites, blocks, widths, fingerprint."""
+    _require_streamable(recipe, run.batches)
     model, presence = opened.model, Presence(opened.model, opened.weights)
-    first = first_batch(batches)
-    if first is None:
+    forward, first = run.forward, run.first()
+    if run.batches is None or first is None:
         raise DataError("no calibration data: `batches` was empty")
     presence.load_resident()
     few, some = ((first if forward else first_samples(first, n)) for n in (EXAMINED, TRIED_OUT))
-    with observer.stage("looking at the model", None, ""), presence.visiting():
+    with run.observer.stage("looking at the model", None, ""), presence.visiting():
         sites = find_sites(model, some, forward)
         require_prunable(sites, recipe)
         blocks = _blocks(model, sites, recipe, [few], forward)
         manners = manners_of(model, list(sites), [b.name for b in blocks], lambda: feed(model, few, forward))
     dense = Dense(model, sites, opened.weights.fingerprint(model))
     presence.keep_only([block.name for block in blocks])
-    unknown = Allocation({}, {})
+    unknown, settings = Allocation({}, {}), run.settings or Settings()
     place = Place.on(opened.weights.device)
     return Walk(
-        presence, dense, blocks, manners, recipe, unknown, batches, settings, store, observer,
-        forward, recipe.refits, origin, place,
+        presence, dense, blocks, manners, recipe, unknown, run.batches, settings, store, run.observer,
+        forward, recipe.refits, dict(run.origin or {}), place,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,10 +49,10 @@ class Walk:
     settings: Settings
     store: Store
     observer: Observer
-    forward: Forward | None = None
-    refits: bool = True
-    origin: dict[str, Any] = field(default_factory=dict)
-    place: Place | None = None
+    forward: Forward | None
+    refits: bool
+    origin: dict[str, Any]
+    place: Place
 
     @property
     def model(self) -> nn.Module:
