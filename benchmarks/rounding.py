@@ -2,7 +2,7 @@
 
 Every pair is timed in turn, round after round, and compared within each round (corp.measure.timing), so that a busy
 machine shifts both. A ratio above 1 says that the wider, rounded layer is the faster one; `work` is what rounding adds.
-The rule of round_to="auto" (corp/recipe.py) follows from this table.
+The rule of round_to="auto" (corp/recipe/rounding.py) follows from this table.
 
     python -m benchmarks.rounding --batch 8 --rounds 30 --out benchmarks/results/rounding.json
 """

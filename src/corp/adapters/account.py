@@ -28,12 +28,7 @@ def account(model: nn.Module, sites: Sequence[Site], refused: Sequence[Refusal])
 
 
 def _state(
-    name: str,
-    module: nn.Module,
-    params: int,
-    pruned: set[str],
-    refused: Sequence[Refusal],
-    blocks: tuple[str, ...],
+    name: str, module: nn.Module, params: int, pruned: set[str], refused: Sequence[Refusal], blocks: tuple[str, ...]
 ) -> tuple[str, str]:
     if name in pruned:
         return "pruned", ""

@@ -44,8 +44,8 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
         wanted = {widths[site] for site in governed}
         if len(wanted) > 1:
             raise StorageError(
-                f"the MLPs are {_several(wanted)} channels wide, but {identity['class']} has one {key} for all of "
-                "them; use the compat profile, or prune all MLPs alike (allocate='uniform', no skip or override)"
+                f"the MLPs are {min(wanted)} to {max(wanted)} channels wide, but {identity['class']} has one {key} for "
+                "all of them; use the compat profile, or prune all MLPs alike (allocate='uniform', no skip or override)"
             )
         if governed and wanted != {dense[governed[0]]}:
             place[key] = _value(key, place[key], wanted.pop(), dense[governed[0]])
@@ -119,10 +119,6 @@ def _value(key: str, old: Any, width: int, dense: int) -> int:
 def _widths(identity: dict[str, Any]) -> dict[str, int]:
     with torch.device("meta"):
         return {site.name: site.width for site in find_sites(rebuild(copy.deepcopy(identity))).mlp}
-
-
-def _several(widths: set[int]) -> str:
-    return f"{min(widths)} to {max(widths)}"
 
 
 def write(model: nn.Module, _identity: dict[str, Any], folder: Path) -> None:

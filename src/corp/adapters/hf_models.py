@@ -32,8 +32,8 @@ CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
 POOLER = "pooler."  # encoders are often saved without; nothing that is pruned or measured goes through it
 
 
-def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = True) -> nn.Module:
-    """The model in the folder (or under the hub id) `name`, in eval mode, in the checkpoint's dtype or another.
+def create(name: str, *, pretrained: bool = True) -> nn.Module:
+    """The model in the folder (or under the hub id) `name`, in eval mode, in the checkpoint's dtype.
 
     The class is the one its config names, else a causal language model or a plain encoder, whichever the family is.
     No code of the checkpoint's own is ever run, and only safetensors are read. Without `pretrained`, a folder
@@ -50,7 +50,7 @@ def create(name: str, *, dtype: str | torch.dtype = "auto", pretrained: bool = T
     _check_sizes(candidates[0], config, name)
     problems = []
     for cls in candidates:
-        model, info = _load(cls, name, "weights", dtype=dtype, use_safetensors=True, output_loading_info=True)
+        model, info = _load(cls, name, "weights", dtype="auto", use_safetensors=True, output_loading_info=True)
         missing = sorted(key for key in info["missing_keys"] if POOLER not in key)
         if not missing:
             ready: nn.Module = model.eval()

@@ -77,9 +77,7 @@ FAMILIES = (
         ),
     ),
     _family(
-        "gemma3",
-        "Gemma3",
-        _attention("Gemma3Attention", NORMED, window=_window, refuse=_bidirectional, gain_shift=1.0),
+        "gemma3", "Gemma3", _attention("Gemma3Attention", NORMED, window=_window, refuse=_bidirectional, gain_shift=1.0)
     ),
     _family("phi", "Phi", _attention("PhiAttention", _names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"),
     _family(

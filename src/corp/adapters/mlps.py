@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from corp.adapters.linears import in_block, in_features, linears, not_linear, out_features
+from corp.calibration.hooks import modules_around
 from corp.sites import MLPSite, Refusal, Rows
 from corp.surgery.experts import Experts, expert_sites, why_packed
 
@@ -154,6 +155,5 @@ def packings(site: MLPSite) -> tuple[MLPSite, ...]:
 
 
 def _chunked(model: nn.Module, layer: str) -> bool:
-    parts = layer.split(".")
-    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+    around = map(model.get_submodule, modules_around(layer))
     return any(getattr(module, "chunk_size_feed_forward", 0) for module in around)

@@ -12,6 +12,7 @@ from torch import nn
 
 from corp.adapters.attention_names import CROSS
 from corp.adapters.linears import in_block
+from corp.calibration.hooks import modules_around
 from corp.sites import AttentionSite, Mask, MLPSite, Refusal, Site, module_of
 
 EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")
@@ -25,9 +26,9 @@ def takes(cls: type, argument: str) -> bool:
 
 def mask_of(model: nn.Module, site: str, argument: str = MASK) -> Mask | None:
     """The mask that the innermost module around all blocks is given, or one further out; None where none takes one."""
-    parts = site.split(".")
-    around = [".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1)]
-    owners = [n for n in around if not in_block(f"{n}.x") and takes(type(model.get_submodule(n)), argument)]
+    owners = [
+        n for n in modules_around(site) if not in_block(f"{n}.x") and takes(type(model.get_submodule(n)), argument)
+    ]
     return Mask(owners[0], argument, around=tuple(owners[1:])) if owners else None
 
 
@@ -54,8 +55,7 @@ def told_outside(model: nn.Module, site: Site) -> Site:
 
 
 def _outside(model: nn.Module, mask: Mask) -> tuple[str, ...]:
-    parts = mask.module.split(".") if mask.module else []
-    around = [".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1)]
+    around = modules_around(mask.module) if mask.module else []
     return tuple(name for name in around if takes(type(model.get_submodule(name)), mask.argument))
 
 
@@ -68,8 +68,7 @@ def is_causal(model: nn.Module, name: str) -> bool:
     config = getattr(module, "config", None) or getattr(model, "config", None)
     if getattr(module, "is_decoder", False) or getattr(config, "is_decoder", False):
         return True
-    parts = name.split(".")
-    around = [type(model.get_submodule(".".join(parts[:depth]))).__name__ for depth in range(len(parts))]
+    around = [type(model.get_submodule(one)).__name__ for one in modules_around(name)]
     if any("encoder" in cls.lower() for cls in around):
         return False
     return any(cls.endswith(("ForCausalLM", "LMHeadModel")) or "Decoder" in cls for cls in around)

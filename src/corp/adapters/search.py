@@ -41,7 +41,9 @@ def search(
     taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
     routed = list(experts(model))
     taken |= {name for one in routed if not isinstance(one, Refusal) for name in layers_of(one)}
-    blocks = lone_blocks([*(claim.parts.name for claim in claims), *_attentions_of(fixed)])
+    blocks = lone_blocks(
+        [*(claim.parts.name for claim in claims), *(module_of(site) for site in fixed if site.kind != "mlp")]
+    )
     for one in (*routed, *mlps(model, taken, blocks)):
         if isinstance(one, Refusal):
             refused.append(one)
@@ -55,10 +57,6 @@ def search(
     found.refused = _only_once([*refused, *found.refused], found.sites)
     found.sites = _ordered(model, joined(found.sites))
     return found
-
-
-def _attentions_of(sites: Sequence[Site]) -> list[str]:
-    return [module_of(site) for site in sites if site.kind != "mlp"]
 
 
 def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
@@ -122,7 +120,8 @@ def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any,
             claims, fixed = _try(model, run, claims, fixed, found)
         claims, fixed = try_alone(model, claims, fixed, found)
         if batch is not None:
-            claims = [_likeliest(claim) for claim in claims]  # what loading, which has no batch, would take
+            # What loading, which has no batch, would take.
+            claims = [Claim(claim.parts, claim.qk[:1], claim.vo[:1]) for claim in claims]
             fixed, found.sites, found.proven = [*fixed, *found.sites], [], set()
             claims, fixed = _try(model, lambda: feed(model, batch, forward), claims, fixed, found, strict=True)
     found.sites += [*fixed, *first_ways(claims)]
@@ -135,10 +134,6 @@ def _without_unmoved(outcome: Outcome, found: Found) -> tuple[list[Claim], list[
     found.refused += [Refusal(name, "attn", reason) for name in sorted(outcome.unmoved)]
     claims = [claim for claim in outcome.open if not {s.name for s in claim.qk} & outcome.unmoved]
     return claims, [site for site in outcome.open_sites if site.name not in outcome.unmoved]
-
-
-def _likeliest(claim: Claim) -> Claim:
-    return Claim(claim.parts, claim.qk[:1], claim.vo[:1])
 
 
 def _runs(model: nn.Module) -> Iterator[Callable[[], Any]]:

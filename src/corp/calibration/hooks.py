@@ -35,6 +35,12 @@ def removing(handles: list[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
+def modules_around(name: str) -> list[str]:
+    """The modules that hold the one called `name`, innermost first and the model, "", last."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in reversed(range(len(parts)))]
+
+
 def block_of(layer: str) -> str | None:
     """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2") that is no expert."""
     parts = layer.split(".")

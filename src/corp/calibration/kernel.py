@@ -6,7 +6,7 @@ The kernel is scaled_dot_product_attention, or the first product of queries and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from corp.calibration.hooks import removing
 from corp.calibration.threads import here
 from corp.sites import AttentionSite
 
@@ -81,12 +82,5 @@ def watching_kernel(model: nn.Module, watched: Iterable[Watched]) -> Iterator[No
             module.register_forward_pre_hook(here(before)),
             module.register_forward_hook(here(after), always_call=True),
         ]
-    try:
-        if handles:
-            with watch:
-                yield
-        else:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removing(handles), watch if handles else nullcontext():
+        yield

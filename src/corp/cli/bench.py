@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -133,7 +134,11 @@ def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rou
     """Sizes one by one, times of all models in turn: batch 1 first, then `batch`."""
     inputs = {n: [_random(c, (n, *shape)) for c in contenders] for n in (1, batch)}
     try:
-        calls = {n: [_call(c.model, x) for c, x in zip(contenders, inputs[n], strict=True)] for n in inputs}
+        device = next(contenders[0].model.parameters()).device
+        calls = {
+            n: [timing.complete(partial(run, c.model, x), device) for c, x in zip(contenders, inputs[n], strict=True)]
+            for n in inputs
+        }
         sizes = [
             measure_sizes(c.model, x, call) for c, x, call in zip(contenders, inputs[1], calls[batch], strict=True)
         ]
@@ -156,18 +161,6 @@ def _random(contender: Contender, shape: tuple[int, ...]) -> Any:
         raise ModelError(f"{contender.name} takes texts: give the tokens per sequence with --seq-len")
     ids = torch.randint(int(model.config.vocab_size), shape, generator=generator).to(first.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _call(model: nn.Module, x: Any) -> Callable[[], object]:
-    """One forward pass, over when its result is there and not when it was asked for."""
-    device = next(model.parameters()).device.type
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device, lambda: None)
-
-    def call() -> None:
-        run(model, x)
-        wait()
-
-    return call
 
 
 def compare(baseline: Measured, other: Measured) -> timing.Gain:

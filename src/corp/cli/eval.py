@@ -77,19 +77,17 @@ def evaluate(
             maps = eval_dense.Options(
                 task, head, data, labels, image_size, ignore, depth_scale, samples, batch_size, seed, max_bad
             )
-            content, rows_of_maps = eval_dense.evaluate_dense(loaded, maps)
-            show_json(content) if json else eval_dense.show_dense(content, rows_of_maps)
-            return
-        content, images = eval_images.evaluate_images(loaded, data, labels, samples, batch_size, seed, max_bad)
-        show_json(content) if json else eval_images.show_images(content, images)
-        return
-    if labels is not None:
-        raise DataError("--labels are for images; texts have none here")
-    wanted = tuple(task.strip() for task in tasks.split(",") if task.strip()) if tasks else ()
-    text = a.TextOptions(text_field, seq_len, None, tokenizer)
-    options = eval_text.Options(data or [], samples, batch_size, seed, text, stride, per_document, sts, wanted, limit)
-    content, rows = eval_text.evaluate_texts(loaded, options)
-    show_json(content) if json else eval_text.show_texts(content, rows)
+            content, show = eval_dense.evaluate_dense(loaded, maps)
+        else:
+            content, show = eval_images.evaluate_images(loaded, data, labels, samples, batch_size, seed, max_bad)
+    else:
+        if labels is not None:
+            raise DataError("--labels are for images; texts have none here")
+        wanted = tuple(task.strip() for task in tasks.split(",") if task.strip()) if tasks else ()
+        text = a.TextOptions(text_field, seq_len, None, tokenizer)
+        given = eval_text.Options(data or [], samples, batch_size, seed, text, stride, per_document, sts, wanted, limit)
+        content, show = eval_text.evaluate_texts(loaded, given)
+    show_json(content) if json else show()
 
 
 def load_all(names: list[str], weights: Path | None, device: str, dtype: str) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from corp.calibration.batches import Forward, placement
 from corp.cli.arguments import Source
 from corp.cli.console import note, progress, show_table
 from corp.cli.models import preprocessing_of
+from corp.cli.rows import Evaluated
 from corp.errors import DataError, ModelError
 from corp.evaluate.dense import Estimate, MapScore
 from corp.evaluate.heads import IGNORE, HeadInfo, OwnMaps, WithHead, load_head, task_of
@@ -59,8 +61,8 @@ def is_dense(loaded: dict[str, nn.Module], task: str | None, head: Path | None) 
     return task is not None or head is not None or all(task_of(model) for model in loaded.values())
 
 
-def evaluate_dense(loaded: dict[str, nn.Module], options: Options) -> tuple[dict[str, Any], list[Row]]:
-    """What --json prints, and the rows of the table; the first model is the one to compare with."""
+def evaluate_dense(loaded: dict[str, nn.Module], options: Options) -> Evaluated:
+    """Measure the models' maps; the first model is the one that the others are compared with."""
     name, model = next(iter(loaded.items()))
     head, info = load_head(options.head) if options.head else (None, None)
     task = _task(loaded, info, options.task)
@@ -85,7 +87,7 @@ def evaluate_dense(loaded: dict[str, nn.Module], options: Options) -> tuple[dict
         "dense": name if len(rows) > 1 else None,
         "models": [_content(row) for row in rows],
     }
-    return content, rows
+    return content, partial(show_dense, content, rows)
 
 
 def _task(loaded: dict[str, nn.Module], info: HeadInfo | None, wanted: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
 from corp.cli.models import classes_of, preprocessing_of
-from corp.cli.rows import Row, known_of
+from corp.cli.rows import Evaluated, Row, known_of
 from corp.errors import DataError, ModelError
 from corp.evaluate.classify import Score
 from corp.evaluate.features import FINAL, Features
@@ -29,8 +30,8 @@ def evaluate_images(
     batch_size: int | None,
     seed: int,
     max_bad: float,
-) -> tuple[dict[str, Any], list[Row]]:
-    """What --json prints, and the rows of the table; the first model is the one to compare with."""
+) -> Evaluated:
+    """Measure the models on the images; the first is the one that the others are compared with."""
     from corp.data.images import ImageBatches, choose, list_images
     from corp.data.labels import LabelledBatches
 
@@ -55,7 +56,7 @@ def evaluate_images(
         "dense": None if alone else first,
         "models": [row.to_dict() for row in rows],
     }
-    return content, rows
+    return content, partial(show_images, content, rows)
 
 
 def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:

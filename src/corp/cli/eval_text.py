@@ -15,7 +15,7 @@ from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
 from corp.cli.arguments import TextOptions
 from corp.cli.console import note, progress, show_table
-from corp.cli.rows import Row, known_of
+from corp.cli.rows import Evaluated, Row, known_of
 from corp.cli.sources import sequence_length, sequences_per_batch
 from corp.errors import DataError
 from corp.evaluate.language import NextTokens
@@ -50,8 +50,8 @@ class Options:
     limit: int | None = None
 
 
-def evaluate_texts(loaded: dict[str, nn.Module], options: Options) -> tuple[dict[str, Any], list[Row]]:
-    """What --json prints, and the rows of the table; the first model is the one to compare with."""
+def evaluate_texts(loaded: dict[str, nn.Module], options: Options) -> Evaluated:
+    """Measure the models on the texts; the first is the one that the others are compared with."""
     first, models = next(iter(loaded)), list(loaded.values())
     kind = m.kind_of(models[0])
     _check(kind, options, alone=len(loaded) == 1)
@@ -83,7 +83,7 @@ def evaluate_texts(loaded: dict[str, nn.Module], options: Options) -> tuple[dict
             size = options.batch_size or 8
             row.extra["tasks"] = run_tasks(model, tokenizer, options.tasks, batch_size=size, limit=options.limit)
     content["models"] = [row.to_dict() for row in rows]
-    return content, rows
+    return content, partial(show_texts, content, rows)
 
 
 def _check(kind: str, options: Options, *, alone: bool) -> None:

@@ -38,8 +38,7 @@ def export(
         ),
     ] = None,
     quant: Annotated[
-        str | None,
-        a.option("For gguf: f32, f16, bf16 or q8_0.", a.OUTPUT, show_default="the model's own precision"),
+        str | None, a.option("For gguf: f32, f16, bf16 or q8_0.", a.OUTPUT, show_default="the model's own precision")
     ] = None,
     overwrite: a.Overwrite = False,
     json: a.Json = False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from corp.calibration.batches import Forward
+    from corp.cli.rows import Evaluated
     from corp.planning.report import Report
     from corp.sites import Sites
     from corp.steps.result import Result
@@ -56,8 +56,7 @@ def prune(
         ),
     ] = None,
     eval_samples: Annotated[
-        int | None,
-        a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all"),
+        int | None, a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all")
     ] = None,
     head: Annotated[
         Path | None,
@@ -201,23 +200,19 @@ def before_and_after(
     source: a.Source,
     head: Path | None = None,
     image_size: str | None = None,
-) -> tuple[dict[str, Any], Callable[[], None]]:
+) -> Evaluated:
     """What corp eval says of the two models, and how to show it."""
     from corp.cli import eval_dense, eval_images, eval_text
     from corp.cli.models import IMAGE, kind_of
 
     if head is not None:
         options = eval_dense.Options(None, head, data, image_size=image_size, samples=samples, seed=source.seed)
-        found, maps = eval_dense.evaluate_dense(loaded, options)
-        return found, lambda: eval_dense.show_dense(found, maps)
+        return eval_dense.evaluate_dense(loaded, options)
     if kind_of(next(iter(loaded.values()))) == IMAGE:
-        content, images = eval_images.evaluate_images(
-            loaded, data, None, samples, source.batch_size, source.seed, source.max_bad
-        )
-        return content, lambda: eval_images.show_images(content, images)
+        size, seed = source.batch_size, source.seed
+        return eval_images.evaluate_images(loaded, data, None, samples, size, seed, source.max_bad)
     texts = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    content, rows = eval_text.evaluate_texts(loaded, texts)
-    return content, lambda: eval_text.show_texts(content, rows)
+    return eval_text.evaluate_texts(loaded, texts)
 
 
 def show_report(report: Report) -> None:
@@ -234,12 +229,7 @@ def show_report(report: Report) -> None:
 
 
 def note_merging(
-    dense: nn.Module,
-    sites: Sites | None,
-    result: Result,
-    recipe: Recipe,
-    batches: Any,
-    forward: Forward | None,
+    dense: nn.Module, sites: Sites | None, result: Result, recipe: Recipe, batches: Any, forward: Forward | None
 ) -> None:
     """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
     from corp.cli.models import IMAGE, kind_of

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from corp.measure.intervals import Interval
 
 PERCENT = ("top1", "top5", "top1_difference", "agreement")
 FORMATS = {"perplexity": ".3f", "perplexity_ratio": ".3f"}
+Evaluated: TypeAlias = tuple[dict[str, Any], Callable[[], None]]  # what --json prints, and what shows it as tables
 
 
 @dataclass

@@ -84,18 +84,14 @@ def warn_of_odd_images(paths: list[Path]) -> None:
     from corp.data.images import open_image
 
     if len(paths) < FEW_IMAGES:
-        _warn(f"{len(paths)} images are too few for a fit that holds on more; give at least {FEW_IMAGES} with --calib")
+        warn(f"{len(paths)} images are too few for a fit that holds on more; give at least {FEW_IMAGES} with --calib")
     with suppress(OSError, ValueError, DataError):  # unreadable images are dealt with where they are read
         colours = [open_image(path).resize((64, 64), 0).getcolors(LABELS) for path in paths[:4]]
         if all(found is not None for found in colours):
-            _warn(
+            warn(
                 f"the images in {paths[0].parent} have at most {LABELS} colours each, as label maps do; "
                 "--calib takes the photographs themselves"
             )
-
-
-def _warn(message: str) -> None:
-    warn(message)
 
 
 def text_batches(model: nn.Module, source: Source, *, pack: bool) -> TextBatches:

@@ -161,14 +161,7 @@ def one_per_document(
     sources = open_documents(paths, field=field, lines=True, piece=WHOLE_PIECE, template=template)
     texts = (text for text, _ in in_order(sources)) if samples is None else drawn(sources, seed)
     return of_texts(
-        texts,
-        tokenizer,
-        length=length,
-        samples=samples,
-        batch_size=batch_size,
-        bos=bos,
-        origin=paths,
-        special=not chat,
+        texts, tokenizer, length=length, samples=samples, batch_size=batch_size, bos=bos, origin=paths, special=not chat
     )
 
 

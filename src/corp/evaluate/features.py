@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from corp.calibration.hooks import removing
+
 FINAL = "final"
 BLOCK = re.compile(r"(^|\.)(blocks|layers?)\.\d+$")  # of timm, of transformers
 Sink = Callable[[str, Tensor], None]
@@ -82,12 +84,8 @@ def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
     )
     if isinstance(final, nn.Module):
         taps[FINAL] = final
-    handles = [module.register_forward_hook(_hook(name, sink)) for name, module in taps.items()]
-    try:
+    with removing([module.register_forward_hook(_hook(name, sink)) for name, module in taps.items()]):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hook(name: str, sink: Sink) -> Callable[[nn.Module, Any, Any], None]:

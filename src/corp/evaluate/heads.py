@@ -121,13 +121,8 @@ class OwnMaps(nn.Module):
 def task_of(model: nn.Module) -> str | None:
     """The dense task that a whole model of transformers is made for, by its class name; None for others."""
     name = type(model).__name__
-    return (
-        DEPTH
-        if name.endswith("ForDepthEstimation")
-        else SEGMENTATION
-        if name.endswith("SemanticSegmentation")
-        else None
-    )
+    made_for = {"ForDepthEstimation": DEPTH, "SemanticSegmentation": SEGMENTATION}
+    return next((task for ending, task in made_for.items() if name.endswith(ending)), None)
 
 
 def width_of(backbone: nn.Module) -> int | None:

@@ -36,6 +36,8 @@ from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projec
 from corp.surgery.apply import match
 from corp.surgery.opened import opened
 
+TINY = torch.finfo(torch.float64).tiny
+
 
 class _Found(NamedTuple):
     """Sums over the parts of a site: squared errors and energies, the errors not yet relative."""
@@ -96,18 +98,13 @@ def _apart(here: Layer, there: Layer) -> tuple[float, float]:
     """Relative difference of the mean, and of the covariance, of the layer's output."""
     W = here.W
     energy = affine.output_energy(*here)
-    mean = float(torch.linalg.vector_norm(W @ (there.mean - here.mean))) / max(energy, _tiny()) ** 0.5
+    mean = float(torch.linalg.vector_norm(W @ (there.mean - here.mean))) / max(energy, TINY) ** 0.5
     outputs = [W @ layer.cov @ W.mT for layer in (here, there)]
     return mean, _relative(outputs[0], outputs[1])
 
 
 def _linear(
-    site: LinearSite,
-    planned: SitePlan,
-    stats: Statistics,
-    here: Layer,
-    there: Layer,
-    recipe: Recipe,
+    site: LinearSite, planned: SitePlan, stats: Statistics, here: Layer, there: Layer, recipe: Recipe
 ) -> _Found:
     """An MLP or values: both are inputs of a linear layer."""
     if isinstance(site, MLPSite):
@@ -218,16 +215,12 @@ def _norm(G: Tensor) -> float:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(b - a)) / max(float(torch.linalg.matrix_norm(a)), _tiny())
+    return float(torch.linalg.matrix_norm(b - a)) / max(float(torch.linalg.matrix_norm(a)), TINY)
 
 
 def _trace(H: Tensor) -> float:
-    return max(float(H.diagonal().sum()), _tiny())
+    return max(float(H.diagonal().sum()), TINY)
 
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
-
-
-def _tiny() -> float:
-    return torch.finfo(torch.float64).tiny

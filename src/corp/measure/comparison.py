@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from corp.errors import DataError
 from corp.io.tables import Tabular
 from corp.measure.closeness import Reference
 from corp.measure.intervals import Interval
-from corp.measure.timing import Ratio, interleave, speed_up
+from corp.measure.timing import Ratio, complete, interleave, speed_up
 
 ROUNDS = 9  # of timing: the median of so many is known with 95 % confidence
 
@@ -44,21 +45,11 @@ def compare(dense: nn.Module, pruned: nn.Module, batches: Sequence[Any], forward
         raise DataError("nothing to compare: `batches` was empty (an iterator can be used only once)")
     found = Reference(dense, batches, forward).compare(pruned)
     with torch.inference_mode(), evaluating(dense), evaluating(pruned):
-        calls = [_call(model, batches[0], forward) for model in (dense, pruned)]
+        models = [(model, placement(model)[0]) for model in (dense, pruned)]
+        calls = [complete(partial(feed, model, batches[0], forward), device) for model, device in models]
         times = interleave(calls, rounds=ROUNDS)
     samples = sum(map(size_of, batches))
     return Comparison(samples, found.what, found.agreement(), found.divergence(), speed_up(*times))
-
-
-def _call(model: nn.Module, batch: Any, forward: Forward | None) -> Callable[[], object]:
-    """One forward pass, which is over when its result is there."""
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(placement(model)[0].type, lambda: None)
-
-    def call() -> None:
-        feed(model, batch, forward)
-        wait()
-
-    return call
 
 
 def _cells(interval: Interval | Ratio) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from corp.calibration.batches import Forward, evaluating, feed, inputs_of, move, placement, size_of
+from corp.calibration.batches import Forward, evaluating, feed, first_samples, move, placement, size_of
 from corp.calibration.grams import CAUSAL_BLOCKS, folds_after
 from corp.calibration.memory import human, site_bytes, working_bytes
 from corp.io.observer import duration
@@ -240,21 +240,11 @@ def measure_machine(
         count = min(size_of(batch), int(TEST_SECONDS / seconds))
         if forward is None and count > 1:
             some = first_samples(batch, count)
-            seconds = _timed(lambda: feed(model, some)) / count
+            seconds = _timed(lambda: feed(model, some)) / size_of(some)
     each = {name: -(-number // size_of(one)) for name, number in tokens.items()}
     if sites.output is not None:
         each[sites.output.name] = max(each.values())
     return Machine(single, double, seconds), each
-
-
-def first_samples(batch: Any, count: int) -> Any:
-    """The first samples of a batch."""
-    batch = inputs_of(batch)
-    if isinstance(batch, Mapping):
-        return {
-            key: value[:count] if isinstance(value, Tensor) and value.dim() else value for key, value in batch.items()
-        }
-    return batch[:count] if isinstance(batch, Tensor) and batch.dim() else batch
 
 
 def _products(dtype: torch.dtype) -> float:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from corp.errors import RecipeError
 
 CONFIDENCE = 0.95
@@ -113,6 +115,17 @@ def interleave(
                 if number >= 0:
                     timed[which].append(seconds)
     return timed
+
+
+def complete(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
+    """The call, over when its result is there and not when the device was asked for it."""
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
+
+    def complete_call() -> None:
+        call()
+        wait()
+
+    return complete_call
 
 
 def summarize(rounds: Rounds) -> Summary:

@@ -67,9 +67,7 @@ def pair_system(A: Tensor, kept: Tensor, pruned: Tensor) -> PairSystem:
     """The blocks of A that belong to the kept and pruned pairs."""
     features = torch.cat([kept, kept + len(A) // 2])
     return PairSystem(
-        A[features[:, None], features],
-        A[features[:, None], pruned].sum(1),
-        float(A[pruned[:, None], pruned].sum()),
+        A[features[:, None], features], A[features[:, None], pruned].sum(1), float(A[pruned[:, None], pruned].sum())
     )
 
 

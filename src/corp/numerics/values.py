@@ -41,9 +41,7 @@ class Turned(NamedTuple):
     cov: Tensor  # (H d, H d)
 
 
-def value_basis(
-    W: Tensor, cov: Tensor, heads: int, groups: int, keep: int, *, ridge: float, sweeps: int = SWEEPS
-) -> Basis:
+def value_basis(W: Tensor, cov: Tensor, heads: int, groups: int, keep: int, *, ridge: float) -> Basis:
     """The basis in which every head's first `keep` directions are to be kept; W (o, H d), cov (H d, H d), float64.
 
     Query heads that share a value head (groups < heads) share its basis: what they lose is added up.
@@ -53,7 +51,7 @@ def value_basis(
     C = own.unflatten(0, (groups, shared)).mean(1)
     K = W.view(len(W), heads, d).transpose(0, 1) @ C.repeat_interleave(shared, dim=0)  # (H, o, d)
     basis = _leading(C, (K.mT @ K).unflatten(0, (groups, shared)).sum(1), ridge)
-    for _ in range(sweeps if keep < d and groups > 1 else 0):
+    for _ in range(SWEEPS if keep < d and groups > 1 else 0):
         basis = _sweep(W, cov, basis, heads, keep, ridge)
     return basis
 

@@ -15,7 +15,7 @@ from corp.numerics import affine, exact, rank, values
 from corp.planning.fitting import fit_linear, moments_for_fit, split
 from corp.planning.site_plan import GroupCost, LinearFold, SitePlan
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
-from corp.sites import MLPSite, Projection, ValueSite
+from corp.sites import LinearSite, MLPSite, Projection, ValueSite
 
 
 class Layer(NamedTuple):
@@ -33,6 +33,11 @@ class Choice(NamedTuple):
     basis: values.Basis | None = None
     ridge: float = 0.0  # at which channels were eliminated
 
+    @property
+    def keep(self) -> int:
+        """How many channels, or dimensions of every head."""
+        return len(self.groups[0])
+
 
 def layer_of(down: Projection, moments: Moments, intercept: bool) -> Layer:
     """The layer and its input's moments, as they are."""
@@ -46,7 +51,7 @@ def turned(layer: Layer, choice: Choice, heads: int) -> Layer:
 
 
 def plan_linear(
-    site: MLPSite | ValueSite,
+    site: LinearSite,
     keep: int,
     down: Projection,
     sums: SiteSums[Moments],
@@ -73,12 +78,12 @@ def plan_linear(
         fit = fit_linear(given, recipe.compensate, max(recipe.ridge, choice.ridge))
     unseen = _judge(sums, kept, pruned, recipe, layer)
     cost = GroupCost(*affine.distortion(given, fit), affine.output_energy(*here), *unseen)
-    fold = _fold(here, down, kept, fit, choice, keep)
-    return _site_plan(site, choice, keep, recipe, intercept, (cost,), fold)
+    fold = _fold(here, down, kept, fit, choice)
+    return _site_plan(site, choice, recipe, intercept, (cost,), fold)
 
 
 def sketch_linear(
-    site: MLPSite | ValueSite,
+    site: LinearSite,
     keep: int,
     down: Projection,
     sums: SiteSums[Moments],
@@ -91,11 +96,11 @@ def sketch_linear(
     layer = layer_of(down, moments, intercept)
     choice = choose(site, keep, layer, moments, recipe, path)
     fold = fold_choice(site, choice, down, layer, recipe)
-    return _site_plan(site, choice, keep, recipe, intercept, (), fold)
+    return _site_plan(site, choice, recipe, intercept, (), fold)
 
 
 def fold_linear(
-    site: MLPSite | ValueSite, site_plan: SitePlan, down: Projection, sums: SiteSums[Moments], recipe: Recipe
+    site: LinearSite, site_plan: SitePlan, down: Projection, sums: SiteSums[Moments], recipe: Recipe
 ) -> LinearFold:
     """The narrowed layer of a plan that came without its fold."""
     moments = sums.total()
@@ -106,23 +111,16 @@ def fold_linear(
     return fold_choice(site, choice, down, layer, recipe)
 
 
-def fold_choice(
-    site: MLPSite | ValueSite, choice: Choice, down: Projection, layer: Layer, recipe: Recipe
-) -> LinearFold:
+def fold_choice(site: LinearSite, choice: Choice, down: Projection, layer: Layer, recipe: Recipe) -> LinearFold:
     """The layer, narrowed to the choice, with the compensation folded in."""
     kept, pruned = _inputs(site, choice.groups)
     here = turned(layer, choice, heads_in(site))
     fit = fit_linear(affine.removal(*here, kept, pruned), recipe.compensate, max(recipe.ridge, choice.ridge))
-    return _fold(here, down, kept, fit, choice, len(choice.groups[0]))
+    return _fold(here, down, kept, fit, choice)
 
 
 def choose(
-    site: MLPSite | ValueSite,
-    keep: int,
-    layer: Layer,
-    moments: Moments,
-    recipe: Recipe,
-    path: exact.Path | None = None,
+    site: LinearSite, keep: int, layer: Layer, moments: Moments, recipe: Recipe, path: exact.Path | None = None
 ) -> Choice:
     """What the site keeps, by the recipe's ranking or basis."""
     with timed("rank"):
@@ -153,11 +151,11 @@ def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
     return bool(recipe.intercept)
 
 
-def heads_in(site: MLPSite | ValueSite) -> int:
+def heads_in(site: LinearSite) -> int:
     return site.heads if isinstance(site, ValueSite) else 1
 
 
-def _inputs(site: MLPSite | ValueSite, groups: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _inputs(site: LinearSite, groups: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The inputs of the consuming layer that are kept, and the others."""
     kept = groups[0] if isinstance(site, MLPSite) else values.kept_inputs(groups, site.width, site.heads)
     return kept, split(site.inputs, kept)
@@ -167,25 +165,19 @@ def _scores(W: Tensor, moments: Moments, recipe: Recipe) -> Tensor:
     return rank.mlp_scores(recipe.rank, moments.energy, moments.variance, moments.active_share, W)
 
 
-def _fold(here: Layer, down: Projection, kept: Tensor, fit: affine.Affine, choice: Choice, keep: int) -> LinearFold:
+def _fold(here: Layer, down: Projection, kept: Tensor, fit: affine.Affine, choice: Choice) -> LinearFold:
     """The consuming layer with the prediction folded in, rounded to the model's dtype once, here."""
     W = down.weight
     b = here.W.new_zeros(len(W)) if down.bias is None else down.bias.to(here.W)
     folded = affine.fold(here.W, b, kept, fit)
-    maps = () if choice.basis is None else tuple(choice.basis.to[:, :keep])
+    maps = () if choice.basis is None else tuple(choice.basis.to[:, : choice.keep])
     return LinearFold(affine.Folded(*(part.to(W.device, W.dtype) for part in folded)), maps)
 
 
 def _site_plan(
-    site: MLPSite | ValueSite,
-    choice: Choice,
-    keep: int,
-    recipe: Recipe,
-    intercept: bool,
-    costs: tuple[GroupCost, ...],
-    fold: LinearFold,
+    site: LinearSite, choice: Choice, recipe: Recipe, intercept: bool, costs: tuple[GroupCost, ...], fold: LinearFold
 ) -> SitePlan:
-    asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity(site.kind, site.name)
+    asked = 1 - choice.keep / site.width if recipe.has_target else recipe.sparsity(site.kind, site.name)
     kept = tuple(tuple(group.tolist()) for group in choice.groups)
     basis = COORDINATES if choice.basis is None else SUBSPACE
     ridge = max(recipe.ridge, choice.ridge)

@@ -64,12 +64,7 @@ class NormedPairs(Pairs):
     """Pairs of heads that are normalised: rows are kept as they are, corrections are left to the norms."""
 
     def __init__(
-        self,
-        sums: SiteSums[PairSums],
-        keep: int,
-        recipe: Recipe,
-        eps: float,
-        given: Sequence[Tensor] | None = None,
+        self, sums: SiteSums[PairSums], keep: int, recipe: Recipe, eps: float, given: Sequence[Tensor] | None = None
     ) -> None:
         super().__init__(sums, keep, recipe, given)
         self.eps, self.lengths = eps, cache(self._lengths)

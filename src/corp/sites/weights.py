@@ -74,7 +74,8 @@ def projection_of(module: Any) -> Projection:
 
 def rows_of(model: nn.Module, rows: Rows) -> Projection:
     """The part of a linear map that `rows` points at."""
-    return _cut(_at(model.get_submodule(rows.module), rows), rows)
+    whole = _at(model.get_submodule(rows.module), rows)
+    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])
 
 
 def gains_of(model: nn.Module, norm: QKNorm) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,3 @@ def _at(module: nn.Module, rows: Rows) -> Projection:
         return projection_of(module)
     bias = getattr(module, rows.bias)  # bare parameters of nn.MultiheadAttention
     return Projection(getattr(module, rows.weight).detach(), None if bias is None else bias.detach())
-
-
-def _cut(whole: Projection, rows: Rows) -> Projection:
-    return Projection(whole.weight[rows.index], None if whole.bias is None else whole.bias[rows.index])

@@ -23,12 +23,7 @@ from corp.steps.run import Dense, Run
 
 
 def choose_widths(
-    dense: Dense,
-    stats: Statistics,
-    recipe: Recipe,
-    held: HeldBatches | None,
-    sample: Sample | None,
-    run: Run,
+    dense: Dense, stats: Statistics, recipe: Recipe, held: HeldBatches | None, sample: Sample | None, run: Run
 ) -> tuple[Recipe, Allocation]:
     """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
     tried = held.batches if held else []

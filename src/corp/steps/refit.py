@@ -20,12 +20,7 @@ from corp.surgery.refit.replay import Block, Passage
 
 
 def refit(
-    dense: Dense,
-    result: Result,
-    run: Run,
-    recipe: Recipe,
-    blocks: list[Block],
-    passages: list[Passage] | None = None,
+    dense: Dense, result: Result, run: Run, recipe: Recipe, blocks: list[Block], passages: list[Passage] | None = None
 ) -> Result:
     batches, forward, observer = run.batches or (), run.forward, run.observer
     if not passages:

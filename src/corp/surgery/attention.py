@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from corp.calibration.hooks import modules_around
 from corp.planning.site_plan import HeadMaps
 from corp.sites import AttentionSite, Projection, ValueSite, projection_of, rows_of
 from corp.surgery.linear import fuse, make_linear, unfuse
@@ -55,6 +56,16 @@ def attend(
         q, k, v = equal_widths(q, k, v)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal, scale=scale)
     return y[..., :width]
+
+
+def attend_openly(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, drop: float
+) -> tuple[Tensor, Tensor]:
+    """The same by plain products, and the attention weights (B, H, n, m); `mask` is added to the logits."""
+    logits = scale * (q @ k.mT)
+    weights = (logits if mask is None else logits + mask).softmax(-1)
+    weights = torch.dropout(weights, drop, drop > 0)
+    return weights @ v, weights
 
 
 def _is_short(q: Tensor, k: Tensor) -> bool:
@@ -212,9 +223,7 @@ def replace_attention(model: nn.Module, site: AttentionSite | ValueSite, parts: 
 
 def _without_nested_tensors(model: nn.Module, name: str) -> None:
     """An nn.TransformerEncoder above hands its layers nested tensors, which only its dense fast path understands."""
-    parts = name.split(".")
-    for depth in range(len(parts)):
-        parent = model.get_submodule(".".join(parts[:depth]))
+    for parent in map(model.get_submodule, modules_around(name)):
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False
 

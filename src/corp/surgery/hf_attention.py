@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from corp.numerics.rotary import rotate
 from corp.sites import Projection
-from corp.surgery.attention import attend, equal_widths, split_heads
+from corp.surgery.attention import attend, attend_openly, equal_widths, split_heads
 from corp.surgery.hf_names import Names
 from corp.surgery.linear import fuse, make_linear
 
@@ -234,10 +234,8 @@ class BiasedAttention(NarrowAttention):
         if not output_attentions:
             y = attend(q, k, v, scale=self.qk_scale, mask=bias, drop=drop)
             return (self._finish(y.transpose(1, 2)),)
-        logits = self.qk_scale * (q @ k.mT)
-        weights = (logits if bias is None else logits + bias).softmax(-1)
-        weights = torch.dropout(weights, drop, self.training)
-        return self._finish((weights @ v).transpose(1, 2)), weights
+        y, weights = attend_openly(q, k, v, scale=self.qk_scale, mask=bias, drop=drop)
+        return self._finish(y.transpose(1, 2)), weights
 
 
 def narrow(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from corp.errors import ModelError
 from corp.sites import Projection
-from corp.surgery.attention import attend, replaced, split_heads, widths_of
+from corp.surgery.attention import attend, attend_openly, replaced, split_heads, widths_of
 from corp.surgery.linear import fuse, new_parameter
 
 
@@ -104,10 +104,7 @@ class NarrowMultihead(nn.Module):
         drop = self.dropout if self.training else 0.0
         if not need_weights:
             return attend(q, k, v, scale=self.scale, mask=mask, drop=drop), None
-        logits = self.scale * (q @ k.mT)
-        weights = (logits if mask is None else logits + mask).softmax(-1)
-        weights = torch.dropout(weights, drop, self.training)
-        return weights @ v, weights
+        return attend_openly(q, k, v, scale=self.scale, mask=mask, drop=drop)
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

@@ -108,11 +108,7 @@ class Allocator:
         return replace(self._counted[what], share=share)
 
     def allocate(
-        self,
-        recipe: Recipe,
-        queries: float | None = None,
-        power: float | None = None,
-        output: float | None = None,
+        self, recipe: Recipe, queries: float | None = None, power: float | None = None, output: float | None = None
     ) -> Allocation:
         """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation.
 

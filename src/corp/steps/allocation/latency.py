@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating, placement, run
-from corp.measure.timing import Ratio, interleave, speed_up
+from corp.measure.timing import Ratio, complete, interleave, speed_up
 from corp.measure.units import unit_costs
 from corp.planning.plan import Plan
 from corp.planning.site_plan import SitePlan
@@ -62,12 +62,9 @@ class LatencyBudget(Budget):
 class Clock:
     """The table of times of one model, measured once."""
 
-    def __init__(
-        self, model: nn.Module, sites: Sites, sample: Sample, recipe: Recipe, timer: Timer | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, sites: Sites, sample: Sample, recipe: Recipe) -> None:
         self.model, self.sites, self.recipe = model, sites, recipe
         self.sample = sample
-        self.timer = timer or partial(compare_times, sample)
         self.table = {kind: self._measure(kind) for kind in KINDS if any(site.kind == kind for site in sites)}
         units = unit_costs(model, sites, *sample)
         weights = {site.name: units[site.name].macs * site.width for site in sites}
@@ -90,7 +87,7 @@ class Clock:
 
     def time(self, widths: Mapping[str, int]) -> Time:
         """The time of a model with these widths, relative to the dense one."""
-        ratio = self.timer(self.model, narrow_copy(self.model, self.sites, widths, self.recipe))
+        ratio = compare_times(self.sample, self.model, narrow_copy(self.model, self.sites, widths, self.recipe))
         return Time(1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
 
     def record(self) -> dict[str, Any]:
@@ -131,18 +128,9 @@ class Clock:
 
 def compare_times(sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
     """How many times as fast the second model is as the first, timed in turn."""
-    device = placement(dense)[0].type
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device, lambda: None)
-
-    def call(model: nn.Module) -> Callable[[], object]:
-        def once() -> None:
-            run(model, *sample)
-            wait()
-
-        return once
-
+    calls = [complete(partial(run, model, *sample), placement(dense)[0]) for model in (dense, other)]
     with torch.no_grad(), evaluating(dense), evaluating(other):
-        baseline, timed = interleave([call(dense), call(other)], rounds=ROUNDS, repeats=REPEATS)
+        baseline, timed = interleave(calls, rounds=ROUNDS, repeats=REPEATS)
     return speed_up(baseline, timed)
 
 

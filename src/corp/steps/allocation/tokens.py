@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, evaluating, move, placement, size_of
+from corp.calibration.hooks import removing
 from corp.calibration.threads import here
 from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
@@ -47,11 +48,7 @@ class Chosen:
 
 
 def choose_schedule(
-    model: nn.Module,
-    held: Sequence[Any],
-    merging: Merging,
-    share: float,
-    forward: Forward | None = None,
+    model: nn.Module, held: Sequence[Any], merging: Merging, share: float, forward: Forward | None = None
 ) -> Chosen:
     """The schedule within `share` of the dense model's cost that moves its output least on the batches `held`.
 
@@ -106,7 +103,8 @@ def scaled(merging: Merging, shape: Shape, factor: float, tokens: int) -> Mergin
 
 def tilt(shape: Shape, by: float) -> Shape:
     """The shape with its last number times exp(by), its first times exp(-by), those between likewise."""
-    return [r * math.exp(by * (2 * depth - 1)) for r, depth in zip(shape, _depths(len(shape)), strict=True)]
+    last = max(1, len(shape) - 1)
+    return [r * math.exp(by * (2 * (i / last) - 1)) for i, r in enumerate(shape)]
 
 
 @dataclass
@@ -193,10 +191,8 @@ def tokens_of(model: nn.Module, merging: Merging, batch: Any, forward: Forward |
         found.append((args[0] if args else next(iter(kwargs.values()))).shape[1])
 
     handle = model.get_submodule(f"{merging.blocks}.0").register_forward_pre_hook(here(before), with_kwargs=True)
-    try:
+    with removing([handle]):
         Reference(model, [batch], forward)
-    finally:
-        handle.remove()
     return found[0]
 
 
@@ -209,11 +205,6 @@ def few(held: Sequence[Any]) -> list[Any]:
     if not chosen:
         raise DataError("a token schedule is chosen on held-out batches, and there are none")
     return chosen
-
-
-def _depths(blocks: int) -> list[float]:
-    """From 0 at the first block to 1 at the last."""
-    return [i / max(1, blocks - 1) for i in range(blocks)]
 
 
 def first_sample(batch: Any) -> Any:

@@ -34,15 +34,15 @@ def next_log_probabilities(file: Path, tokens: list[int]) -> list[float]:
 
 
 class Llama:
-    """One loaded model: in float32 throughout, cache included, on `threads` threads, one sequence at a time."""
+    """One loaded model: in float32 throughout, cache included, on one thread, one sequence at a time."""
 
-    def __init__(self, file: Path, *, context: int = 256, threads: int = 1) -> None:
+    def __init__(self, file: Path, *, context: int = 256) -> None:
         import xllamacpp
 
         params: Any = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = str(file), context, 1
         params.warmup, params.fit_params, params.verbosity = False, False, -1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server: Any = xllamacpp.Server(params)

@@ -53,7 +53,9 @@ def write_vllm(decoder: Decoder, folder: Path) -> None:
     config = config_of(decoder, state)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CODE).write_text(CONFIG_CLASS, encoding="utf-8")
-    write_tensors(folder / "model.safetensors", _own_memory(state), metadata={"format": "pt"})
+    # safetensors wants no two tensors of one memory, such as the halves of a packed layer.
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    write_tensors(folder / "model.safetensors", own, metadata={"format": "pt"})
 
 
 def config_of(decoder: Decoder, state: dict[str, Tensor]) -> dict[str, Any]:
@@ -111,8 +113,3 @@ def complete_biases(decoder: Decoder) -> dict[str, Tensor]:
                 weight = state[f"{name}.weight"]
                 state.setdefault(f"{name}.bias", weight.new_zeros(len(weight)))
     return state
-
-
-def _own_memory(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors wants no two tensors of one memory, such as the halves of a packed layer."""
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

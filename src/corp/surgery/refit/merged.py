@@ -113,10 +113,6 @@ class Stream(NamedTuple):
     groups: Tensor
 
 
-def start_of(x: Tensor) -> Stream:
-    return Stream(x, x.new_ones(x.shape[:2]), start_groups(x))
-
-
 def repair_merged(
     dense: nn.Module,
     smaller: nn.Module,
@@ -132,7 +128,7 @@ def repair_merged(
     """
     corrected: dict[str, dict[str, float]] = {}
     ahead = [passage.starts[blocks[0].name] for passage in passages]
-    behind = [start_of(x) for x in ahead]
+    behind = [Stream(x, x.new_ones(x.shape[:2]), start_groups(x)) for x in ahead]
     for block in blocks:
         targets, after = _targets(dense, block, passages, ahead)
         for number, site in enumerate(block.sites):

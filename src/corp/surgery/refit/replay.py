@@ -2,7 +2,7 @@
 
 A block is a numbered module, called with a hidden state and what comes with it (masks, positions). In a chain of blocks
 the hidden state is the output of the block before, itself and unchanged; so a block can be called again as the model
-called it, with another hidden state in its place. Whether a model is made like that is found out in anatomy.py.
+called it, with another hidden state in its place. Whether a model is made like that is found out in blocks.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Block:
     scales: tuple[Tensor, ...]
     tokens: int  # rows of the stream per sample
     batch_first: bool
-    read: int = 0  # so many of them, the first ones, the model's output is read from (reading.py)
+    read: int = 0  # so many of them, the first ones, the model's output is read from (readout.py)
     ends: bool = False  # a chain
     junctions: tuple[str, ...] = ()  # modules of a post-norm block
 
