@@ -58,7 +58,7 @@ test-latest:
 build: $(VENV)/.installed
 	rm -rf dist
 	$(BIN)/python -m build
-	for file in py.typed data/digits_vit.safetensors storage/report/page.html; do \
+	for file in py.typed data/digits_vit.safetensors report/page.html; do \
 	  $(BIN)/python -m zipfile --list dist/*.whl | grep --quiet "corp/$$file" || { echo "the wheel lacks $$file"; exit 1; }; done
 
 # The wheel and then the sdist, installed into an empty environment, must pass the demo there.

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import paper_numbers as paper
 from corp.io.tables import markdown_table
-from corp.storage.report.sweeps import kind
+from corp.report.sweeps import kind
 
 Read = Callable[[str], Any]
 HEAD = """# The paper's tables and figures, made here

@@ -36,7 +36,7 @@ def load(assets: Path, *, calibrated: int = 40, judged: int = 24, length: int = 
 
     if not FOLDER.is_dir():
         sys.exit(f"{FOLDER} is not there: scripts/fetch_smollm2.py makes it (CORP_SMOLLM2 points at another folder)")
-    model, tokenizer = hf_models.create(str(FOLDER), dtype=torch.float32), hf_models.tokenizer(str(FOLDER))
+    model, tokenizer = hf_models.create(str(FOLDER)).float(), hf_models.tokenizer(str(FOLDER))
     texts = assets / "language" / "text"
     records = map(json.loads, (texts / "c4-sample.jsonl").read_text(encoding="utf-8").splitlines())
     joined = "\n\n".join(record["prefix"] + record["gold_completion"] for record in records)

@@ -30,7 +30,7 @@ PACKAGES = {  # files that are changed, and tests that should notice
     "planning": (
         "planning",
         "planning faults/test_fuzz.py contract/test_adapters.py test_api.py contract/test_output_head.py "
-        "steps/allocation/test_allocation.py storage/report",
+        "steps/allocation/test_allocation.py report",
     ),
     "surgery": (
         "surgery",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from corp.storage.report.svg import COLOURS, Series, drawing, line_chart, picture
+from corp.report.svg import COLOURS, Series, drawing, line_chart, picture
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"

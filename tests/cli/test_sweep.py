@@ -21,7 +21,7 @@ from corp.data.images import ImageBatches
 from corp.errors import DataError, RecipeError, StorageError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.sweep import Grid, Sweep
-from corp.storage.report import sweeps
+from corp.report import sweeps
 from tests.helpers.command import run
 from tests.helpers.models import images, vit
 

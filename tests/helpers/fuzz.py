@@ -43,7 +43,7 @@ from corp.data.labels import read_labels
 from corp.data.sts import read_pairs
 from corp.errors import CorpWarning
 from corp.planning.plan import Plan
-from corp.storage.report.html import Run, page
+from corp.report.html import Run, page
 from corp.surgery.apply import shrink
 from tests.helpers import hf_folders
 from tests.helpers.models import build, images

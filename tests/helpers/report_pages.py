@@ -8,7 +8,7 @@ from corp.planning.plan import Plan
 from corp.planning.report import Report
 from corp.planning.site_plan import GroupCost, SitePlan
 from corp.recipe import Recipe
-from corp.storage.report.html import Run
+from corp.report.html import Run
 
 EVIL = "<script>alert(1)</script>"
 VOID = {"meta", "link", "br", "img", "input", "hr"}

@@ -23,8 +23,8 @@ from corp.evaluate.redundancy import Analysis, Row
 from corp.evaluate.redundancy import analyze as measure
 from corp.io.files import new_folder, refuse_existing
 from corp.io.tables import write_csv
+from corp.report import pictures, svg
 from corp.sites import Sites
-from corp.storage.report import pictures, svg
 
 COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
 PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"

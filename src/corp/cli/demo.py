@@ -18,8 +18,8 @@ from corp.data import digits
 from corp.io.files import new_folder, refuse_existing
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
-from corp.storage.report import pictures, svg
-from corp.storage.report.html import Run, Study, page
+from corp.report import pictures, svg
+from corp.report.html import Run, Study, page
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
 SHOWN = 0.5  # the sparsity whose layers the page shows

@@ -33,7 +33,7 @@ def plan(
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
     from corp.planning.site_plan import COLUMNS
-    from corp.storage.report.why import explained
+    from corp.report.why import explained
 
     if out is not None and out.exists() and not overwrite:
         raise StorageError(f"{out} exists; choose another output, or pass --overwrite")

@@ -218,7 +218,7 @@ def before_and_after(
 def show_report(report: Report) -> None:
     from corp.planning.report import STAGES, TOTALS
     from corp.planning.site_plan import COLUMNS
-    from corp.storage.report.why import explained
+    from corp.report.why import explained
 
     show_table("sites", COLUMNS, [site.row() for site in report.plan.sites])
     show_table("before and after", TOTALS, report.totals())

@@ -15,10 +15,10 @@ from corp.evaluate.sweep import RESULT
 from corp.io.files import file_in, read_json, write_text
 from corp.planning.plan import Plan
 from corp.planning.report import Report
+from corp.report.html import Cell, Chart, Run, Study, page
+from corp.report.svg import Series
+from corp.report.sweeps import METRICS, decimals, lines, number, percents
 from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
-from corp.storage.report.html import Cell, Chart, Run, Study, page
-from corp.storage.report.svg import Series
-from corp.storage.report.sweeps import METRICS, decimals, lines, number, percents
 
 DEMO = "demo.json"
 DEMO_LABELS = {"corp": "corp, the default", "paper": "the paper's recipe", "none": "no compensation"}

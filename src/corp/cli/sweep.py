@@ -32,8 +32,8 @@ from corp.evaluate.sweep import Grid, Row, Sweep
 from corp.io.tables import write_csv
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS
+from corp.report.sweeps import draw
 from corp.sites import fingerprint
-from corp.storage.report.sweeps import draw
 
 TABLE = "sweep.csv"
 SHOWN = ("samples", *KINDS, "preset", "rank", "compensate", "params", "macs", *(f"{kind} error" for kind in KINDS))

@@ -1,5 +1,5 @@
 """Models to folders and back: a `Result` comes in, a folder of safetensors and JSON goes out, whole or not at all.
 
-Its parts are the report of a saved model, exports to other programs, and pruning from folder to folder (`streamed`).
+Its parts are exports to other programs, and pruning from folder to folder (`streamed`).
 Only testing and cli import it.
 """

@@ -17,14 +17,14 @@ from corp.adapters.registry import adapters_for, library_of
 from corp.errors import StorageError, warn
 from corp.io.files import file_in, new_folder, read_json, refuse_existing, write_tensors
 from corp.planning.plan import Plan
+from corp.report.card import model_card
+from corp.report.html import Run, page
 from corp.steps.result import Result
 from corp.storage.export import targets
 from corp.storage.export.possible import Exports
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.rebuilding import base_of, rebuild, shrink_all
-from corp.storage.report.card import model_card
-from corp.storage.report.html import Run, page
 from corp.storage.tying import assign, tied_names
 from corp.surgery.apply import history, set_history
 from corp.surgery.padded import ScatterLinear

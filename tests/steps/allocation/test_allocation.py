@@ -13,10 +13,10 @@ import corp
 from corp import CorpError, Recipe
 from corp.cli.recipes import _override
 from corp.planning.plan import Plan
+from corp.report.remake import command_line
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.allocation.budget import narrowest
 from corp.steps.allocation.curves import Curve, usual_power
-from corp.storage.report.remake import command_line
 from tests.helpers.models import batches, build
 
 FIRST, SECOND = "blocks.0.mlp", "blocks.1.mlp"

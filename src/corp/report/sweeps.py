@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
 from corp.recipe import KINDS, TOGETHER
-from corp.storage.report import pictures, svg
+from corp.report import pictures, svg
 
 Row = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]

@@ -21,8 +21,8 @@ from corp.cli.report import demo_study, sweep_study
 from corp.errors import CorpWarning, StorageError
 from corp.planning.plan import Plan
 from corp.recipe import PRESETS, Recipe
-from corp.storage.report import pictures, remake, svg
-from corp.storage.report.html import PAGE, page
+from corp.report import pictures, remake, svg
+from corp.report.html import PAGE, page
 from tests.helpers import command
 from tests.helpers.models import images, vit
 from tests.helpers.report_pages import DEMO, EVIL, SWEEP, Page, evil_run, plan, run, site

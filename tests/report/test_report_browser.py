@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from corp.cli.report import sweep_study
-from corp.storage.report.html import page
+from corp.report.html import page
 from tests.helpers.report_pages import EVIL, SWEEP, Page, evil_run, run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -20,8 +20,8 @@ from markupsafe import Markup
 from corp.planning.report import STAGES, TOTALS, Report
 from corp.planning.site_plan import SitePlan
 from corp.recipe import KINDS
-from corp.storage.report import svg
-from corp.storage.report.remake import remake
+from corp.report import svg
+from corp.report.remake import remake
 
 PAGE = Path(__file__).with_name("page.html")
 KIND_NAMES = {"mlp": "MLP", "attn": "Attention", "vo": "Values"}
