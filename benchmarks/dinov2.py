@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from corp.adapters import timm_models
 from corp.data.dense import DensePairs, WholeImage, find_pairs
 from corp.data.images import ImageBatches, choose, list_images
 from corp.errors import CorpWarning
-from corp.evaluate.dense import MapScore, evaluate_maps
+from corp.evaluate.dense import MapScore
 from corp.evaluate.dense import Segmentation as Miou
 from corp.evaluate.heads import HeadInfo, LinearHead, WithHead, load_head, patch_map
 from corp.evaluate.probe import fit_head
@@ -66,6 +67,11 @@ class Setup:
     limit: int | None
     backbone: nn.Module
     heads: dict[int, LinearHead]
+
+    @cached_property
+    def dense_tokens(self) -> Tensor:
+        """The dense backbone's class tokens of the photographs."""
+        return class_tokens(self.backbone, self.photographs(1000, SQUARE))
 
     @classmethod
     def of(cls, assets: Path, limit: int | None) -> Setup:
@@ -120,11 +126,17 @@ def pruned(setup: Setup, recipe: Recipe, stats: corp.Statistics, batches: Sequen
 
 def scores(setup: Setup, model: nn.Module) -> dict[str, Any]:
     """mIoU on the test scenes with either head, and closeness to the dense backbone on photographs."""
-    found: dict[str, Any] = {}
-    for blocks, head in setup.heads.items():
-        metric = evaluate_maps(WithHead(model, head, blocks), setup.scenes("test"), Miou(CLASSES, CLASSES))
-        for name, estimate in metric.estimates().items():
-            found[f"{name}-{blocks}"] = estimate.interval().to_dict()
+    metrics = {blocks: Miou(CLASSES, CLASSES) for blocks in setup.heads}
+    with torch.no_grad():
+        for images, labels in setup.scenes("test"):
+            features = patch_map(model, images, max(BLOCKS))
+            for blocks, head in setup.heads.items():  # the last blocks come last
+                metrics[blocks].add(head(features[:, -blocks * features.shape[1] // max(BLOCKS) :]), labels)
+    found = {
+        f"{name}-{blocks}": estimate.interval().to_dict()
+        for blocks, metric in metrics.items()
+        for name, estimate in metric.estimates().items()
+    }
     return {**found, "saliency_iou": saliency(setup, model), "knn": nearest_neighbours(setup, model)}
 
 
@@ -143,13 +155,17 @@ def saliency(setup: Setup, model: nn.Module) -> dict[str, Any] | None:
 def nearest_neighbours(setup: Setup, model: nn.Module) -> dict[str, float]:
     """Class of the nearest other photograph by class token, and likeness of the tokens to the dense backbone's."""
     batches = setup.photographs(1000, SQUARE)
-    with torch.no_grad():
-        mine, dense = (torch.cat([one.forward_features(x)[:, 0] for x in batches]) for one in (model, setup.backbone))
+    mine, dense = class_tokens(model, batches), setup.dense_tokens
     synsets = [path.name.split("_")[0] for path in batches.paths]
     unit = nn.functional.normalize(mine, dim=1)
     nearest = (unit @ unit.mT).fill_diagonal_(-1).argmax(1).tolist()
     right = sum(synsets[i] == synsets[j] for i, j in enumerate(nearest)) / len(nearest)
     return {"top1": right, "cosine": float(nn.functional.cosine_similarity(mine, dense).mean())}
+
+
+def class_tokens(model: nn.Module, batches: ImageBatches) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model.forward_features(x)[:, 0] for x in batches])  # type: ignore[operator]
 
 
 def predicted_shift(setup: Setup, plan: Plan, stats: dict[str, corp.Statistics]) -> dict[str, Any]:
