@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, evaluating, feed, inputs_of
+from corp.calibration.batches import Forward, evaluating, feed, inputs_of, size_of
 from corp.errors import DataError, ModelError
 from corp.measure.intervals import Interval, Mean, wilson
 
 CHUNK = 1 << 24  # logits compared at a time: copies of all logits of a batch would not fit for a large vocabulary
-
-
-POSITIONS = 64  # of every sequence are compared
+KEPT = 1 << 27  # of the dense model's logits are kept: half a gigabyte in float32
+LEAST = 16  # positions of every sequence are compared, however many sequences there are
 
 
 class Closeness:
@@ -76,6 +75,7 @@ class Reference:
 
     def __init__(self, dense: nn.Module, batches: Sequence[Any], forward: Forward | None = None) -> None:
         self.batches, self.forward = batches, forward
+        self.samples = sum(map(size_of, batches))
         self.features = getattr(dense, "num_classes", None) == 0  # timm's way of saying that there is no classifier
         self.outputs = [self._output(dense, batch) for batch in batches]
 
@@ -83,7 +83,10 @@ class Reference:
         found = Closeness()
         for batch, (dense, answers) in zip(self.batches, self.outputs, strict=True):
             output, _ = self._output(model, batch)
-            found.add(output, dense, _some(mask_of(batch)), answers=answers)
+            mask = mask_of(batch)
+            if mask is not None and answers and dense.dim() == 3:
+                mask = self._some(mask, dense.shape[-1])
+            found.add(output, dense, mask, answers=answers)
         return found
 
     def _output(self, model: nn.Module, batch: Any) -> tuple[Tensor, bool]:
@@ -95,12 +98,13 @@ class Reference:
             raise ModelError(
                 "the model gives one number per sample, so there are no answers to agree on; give a target"
             )
-        return (_some(output.detach()) if answers and output.dim() == 3 else output.detach()), answers
+        output = output.detach()
+        return (self._some(output, output.shape[-1]) if answers and output.dim() == 3 else output), answers
 
-
-def _some(x: Tensor | Any) -> Any:
-    """At most POSITIONS of a sequence, evenly spread: logits of all would fill the memory for a large vocabulary."""
-    return x if x is None or x.shape[1] <= POSITIONS else x[:, :: -(-x.shape[1] // POSITIONS)]
+    def _some(self, x: Tensor, vocabulary: int) -> Tensor:
+        """Positions of every sequence (B, n, …), evenly spread: as many as can be kept for all samples together."""
+        most = max(LEAST, KEPT // max(1, self.samples * vocabulary))
+        return x[:, :: max(1, -(-x.shape[1] // most))]
 
 
 def tensor_of(output: Any) -> tuple[Tensor, bool]:
