@@ -152,6 +152,24 @@ def test_keys_that_do_not_vary_in_a_direction_leave_a_finite_fit() -> None:
         assert logit_error(q, k, fit.A[0], fit.B) < 1e-6 * scale
 
 
+def test_keys_of_which_only_rounding_errors_vary_leave_the_start() -> None:
+    class Noise:
+        """Sums whose trace rounding made negative."""
+
+        def apply(self, X: Tensor) -> Tensor:
+            return -1e-12 * X
+
+        def factors(self) -> tuple[Tensor, Tensor]:
+            return -1e-12 * torch.eye(D), torch.eye(KEEP)
+
+        def single(self) -> Noise:
+            return self
+
+    residual = torch.ones(D, KEEP)
+    for ridge in (0.0, 1e-3):
+        assert not subspace._step(Noise(), residual, ridge, None).any()
+
+
 def test_folded_sums_give_the_same_subspace_and_survive_a_file() -> None:
     q, k = samples(2)
     single, folded = grams_of(q, k), grams_of(q, k, folded=True)

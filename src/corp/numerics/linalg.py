@@ -12,8 +12,8 @@ from corp.numerics.place import Place
 
 # "lambda -> 0+" in floating point, relative: the first of these at which the system is positive definite. Sums of
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems,
-# most where a head is mapped by a basis that a handful of tokens decided.
-VANISHING = (1e-10, 1e-8, 1e-6, 1e-4, 1e-3, 1e-2)
+# most where a head is mapped by a basis that a handful of tokens decided. The last are for nothing but rounding errors.
+VANISHING = (1e-10, 1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 REFINEMENTS, LEFT = 3, 1e-6  # steps, and what may be left of the right-hand side
 MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d = 64
 

@@ -104,8 +104,10 @@ def _left(A: Tensor, B: Tensor) -> Tensor:
 
 
 def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | None) -> Tensor:
-    """X with normal(X) = residual, by a ridge that pulls to 0."""
+    """X with normal(X) = residual, by a ridge that pulls to 0; no step where only rounding errors vary."""
     scale = mean_diagonal(normal)
+    if scale <= 0:
+        return torch.zeros_like(residual)
     if ridge > 0:
         return solve(normal, residual, ridge * scale, tolerance)
     return solve_vanishing(normal, residual, scale)
