@@ -30,13 +30,21 @@ def test_the_ranking_nearest_to_the_dense_model_is_used(recipe: Recipe, monkeypa
     assert [(rank, float(ridge)) for rank, ridge, _ in tried] == [
         ("exact", 1e-3), ("exact", 1e-2), ("combined", 1e-3), ("combined", 1e-2),
     ]  # fmt: skip
-    rank, ridge, _ = min(tried, key=lambda one: float(one[2]))
     used = result.plan.recipe
-    assert float(min(tried, key=lambda one: float(one[2]))[2]) == min(float(one[2]) for one in tried)
-    if len({one[2] for one in tried}) == len(tried):  # no tie in the digits that are shown
-        assert (used.rank, used.ridge) == (rank, float(ridge))
+    counted = {(rank, float(ridge)): float(d) * (0.95 if rank == "combined" else 1) for rank, ridge, d in tried}
+    assert counted[used.rank, used.ridge] <= min(counted.values()) + 1e-3  # three digits are shown
     changed = (used.rank, used.ridge) != ("exact", 1e-3)
     assert changed == any("few tokens per MLP channel" in note for note in result.plan.notes)
+
+
+@pytest.mark.parametrize(("exact", "rank"), [(0.97, "combined"), (0.93, "exact")])
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+def test_exact_elimination_has_to_be_clearly_nearer(exact: float, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "TOKENS_PER_CHANNEL", 10**6)
+    found = iter([exact, 2.0, 1.0, 2.0])
+    monkeypatch.setattr(Closeness, "divergence", lambda self: Interval(next(found), None, None))
+    result = corp.prune(build("vit"), batches("vit", 6, 4), Recipe(mlp=0.6, sequential=False))
+    assert result.plan.recipe.rank == rank
 
 
 def test_giving_way_is_a_warning_and_the_paper_is_never_judged(monkeypatch: pytest.MonkeyPatch) -> None:
