@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from corp import CorpError, Recipe
 from corp.cli.recipes import _override
 from corp.planning.plan import Plan
 from corp.report.remake import command_line
-from corp.steps.allocation.allocator import Allocator
+from corp.steps.allocation.allocator import Allocation, Allocator
 from corp.steps.allocation.budget import narrowest
 from corp.steps.allocation.curves import Curve, usual_power
+from corp.steps.allocation.split import Split
+from corp.steps.allocation.trials import Trials
 from tests.helpers.models import batches, build
 
 FIRST, SECOND = "blocks.0.mlp", "blocks.1.mlp"
@@ -49,6 +52,49 @@ def test_a_budget_is_met_wherever_equal_shares_meet_it(changes: dict, vit: Alloc
         assert cost(made, widths) <= wanted
     with pytest.raises(CorpError, match="out of reach"):
         made.allocate(replace(asked, target_macs=least - 1e-3))
+
+
+def first_matters_less(made: Allocator) -> Allocator:
+    """An allocator of the same model that takes nearly all from the first MLP."""
+    curves = {name: curve._replace(energy=1e6 if name == FIRST else 1.0) for name, curve in made.curves.items()}
+    return Allocator(made.model, made.sites, made.stats, made.recipe, curves=curves)
+
+
+@pytest.mark.parametrize("spread", [2.0, 1.5, 1.25, 1.0])
+def test_no_mlp_loses_more_than_its_spread(spread: float, vit: Allocator) -> None:
+    recipe = Recipe(target_macs=0.7, round_to=1)
+    vit = first_matters_less(vit)
+    free, bound = vit.allocate(recipe), vit.allocate(recipe, spread=spread)
+    most = spread * bound.why["allocation"]["equal_share"]
+    lost = {name: 1 - bound.widths[name] / 96 for name in (FIRST, SECOND)}
+    assert max(lost.values()) <= most + 1 / 96
+    assert cost(vit, bound.widths) <= 0.7
+    assert bound.widths != free.widths
+
+
+class Judged(Split):
+    """A split whose models are judged by a rule: how far the MLPs differ from some width."""
+
+    def __init__(self, allocator: Allocator, recipe: Recipe, best: int) -> None:
+        unused: Any = None
+        super().__init__(Trials(allocator, recipe, unused, 0, unused))
+        self.best = best
+
+    def measure(self, found: Allocation) -> float:
+        return float(max(abs(found.widths[name] - self.best) for name in (FIRST, SECOND)))
+
+
+def test_a_narrower_spread_is_used_where_its_model_is_nearer(vit: Allocator) -> None:
+    recipe = Recipe(target_macs=0.7, round_to=1)
+    vit = first_matters_less(vit)
+    free = vit.allocate(recipe)
+    start, power = free.why["allocation"]["queries"], free.why["allocation"]["power"]
+    widths = [free.widths[name] for name in (FIRST, SECOND)]
+    assert min(widths) < max(widths)
+    assert Judged(vit, recipe, sum(widths) // 2).best_spread(start, power) is not None
+    apart = Judged(vit, recipe, min(widths) - 50)  # the farther apart, the better: nothing is gained
+    apart.measure = lambda found: -abs(found.widths[FIRST] - found.widths[SECOND])  # type: ignore[method-assign]
+    assert apart.best_spread(start, power) is None
 
 
 def test_the_share_of_queries_follows_the_budget(vit: Allocator) -> None:

@@ -108,12 +108,17 @@ class Allocator:
         return replace(self._counted[what], share=share)
 
     def allocate(
-        self, recipe: Recipe, queries: float | None = None, power: float | None = None, output: float | None = None
+        self,
+        recipe: Recipe,
+        queries: float | None = None,
+        power: float | None = None,
+        output: float | None = None,
+        spread: float | None = None,
     ) -> Allocation:
         """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation.
 
-        `queries` is the share of Q/K dimensions to remove, `power` how errors count and `output` the share of the
-        output head's rank to remove; by default the rules decide.
+        `queries` is the share of Q/K dimensions to remove, `power` how errors count, `output` the share of the output
+        head's rank to remove, `spread` how many times the equal share one MLP may lose; by default the rules decide.
         """
         rank = self.output_rank(recipe.output or output or 0.0)
 
@@ -123,12 +128,12 @@ class Allocator:
                 "corp.prune(model, batches, recipe), or give a target"
             )
         if recipe.target_latency is not None:
-            return self._in_time(recipe, recipe.target_latency, queries, power)._replace(rank=rank)
+            return self._in_time(recipe, recipe.target_latency, queries, power, spread)._replace(rank=rank)
         for what in ("params", "macs"):
             target = getattr(recipe, f"target_{what}")
             if target is not None:
                 budget = replace(self.budget(what, target), spared=self.spared(what, rank))
-                return self._within(budget, recipe, queries, power)._replace(rank=rank)
+                return self._within(budget, recipe, queries, power, spread)._replace(rank=rank)
         widths = {site.name: width_of(site, self.sites, recipe) for site in self.sites}
         notes = raised(self.sites, recipe)
         return Allocation(widths, {"notes": notes} if notes else {}, rank=rank)
@@ -164,11 +169,13 @@ class Allocator:
             run(self.model, *self.sample)
         return sum(seen) // head.inputs
 
-    def _in_time(self, recipe: Recipe, wanted: float, queries: float | None, power: float | None) -> Allocation:
+    def _in_time(
+        self, recipe: Recipe, wanted: float, queries: float | None, power: float | None, spread: float | None
+    ) -> Allocation:
         """Within a measured table of times; the result is timed, and made smaller if the table promised too much."""
         aim, recipe = wanted, self.clock.without_idle(recipe)
         for left in reversed(range(ROUNDS)):
-            found = self._within(self.clock.budget(aim), recipe, queries, power)
+            found = self._within(self.clock.budget(aim), recipe, queries, power, spread)
             predicted, measured = self.clock.predicted(found.widths), self.clock.time(found.widths)
             if measured.value <= wanted or not left:
                 break
@@ -177,7 +184,9 @@ class Allocator:
         why = {"allocation": {**found.why["allocation"], "target": wanted}, "latency": record}
         return found._replace(why=why | _missed(wanted, measured))
 
-    def _within(self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None) -> Allocation:
+    def _within(
+        self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None, spread: float | None
+    ) -> Allocation:
         asked = uniform(self.sites, recipe, budget, queries if recipe.allocate == UNIFORM else None)
         widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
         why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
@@ -186,8 +195,9 @@ class Allocator:
         else:
             wanted = query_share(asked.mlp) if queries is None else queries
             power = usual_power(self.curves) if power is None else power
-            widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power)
-            why |= {"queries": taken, "power": power}
+            most = 1.0 if spread is None else spread * asked.mlp
+            widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power, most)
+            why |= {"queries": taken, "power": power} | ({} if spread is None else {"spread": spread})
         return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths)
 
 

@@ -25,7 +25,7 @@ from corp.planning.linear import Layer, layer_of, uses_intercept
 from corp.planning.planners import cost_of
 from corp.planning.widths import multiple_of, narrowed, width_of
 from corp.recipe import Recipe
-from corp.sites import AttentionSite, LinearSite, Site, Sites, ValueSite, projection_at
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites, ValueSite, projection_at
 from corp.steps.allocation.budget import Budget
 
 LEAST = 1 / 12  # of a site's width is always kept: curves are of one site alone, and say little of the last channels
@@ -110,16 +110,17 @@ def allocate(
     equal: Mapping[str, int],
     query_shares: Iterable[float],
     power: float,
+    most: float = 1.0,
 ) -> tuple[dict[str, int], float]:
     """The best widths within the budget, and the first of `query_shares` that leaves room for the other sites.
 
-    `equal` are widths that meet the budget: no floor is above them.
+    `equal` are widths that meet the budget: no floor is above them. No MLP loses more than the share `most`.
     """
     shares = list(query_shares)
     for queries in shares:
         fixed = fixed_widths(sites, recipe, queries)
         options = {
-            site.name: _option(site, curves[site.name], budget, recipe, equal[site.name], power)
+            site.name: _option(site, curves[site.name], budget, recipe, equal[site.name], power, most)
             for site in sites
             if site.name in curves and site.name not in fixed
         }
@@ -163,9 +164,13 @@ def fixed_widths(sites: Sites, recipe: Recipe, queries: float) -> dict[str, int]
     }
 
 
-def _option(site: Site, curve: Curve, budget: Budget, recipe: Recipe, equal: int, power: float) -> Option:
+def _option(
+    site: Site, curve: Curve, budget: Budget, recipe: Recipe, equal: int, power: float, of_mlps: float
+) -> Option:
     multiple = multiple_of(site, recipe)
     least, most = recipe.limits(site.kind, site.name)
+    if isinstance(site, MLPSite):
+        most = max(least, min(most, of_mlps))
     floor = max(1, min(round(LEAST * site.width), equal))
     if most < 1:
         floor = max(floor, narrowed(site, most, multiple))

@@ -18,7 +18,7 @@ from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.steps.allocation.agreement import STEPS, Agreement
 from corp.steps.allocation.allocator import Allocation, Allocator
-from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, Split
+from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS, Split
 from corp.steps.allocation.trials import Trials
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -28,6 +28,7 @@ STRONGER = 10.0  # times the ridge, tried where tokens are few
 CLEARLY = 0.95  # times the divergence of the paper's ranking: what exact elimination has to reach where tokens are few
 RANKINGS = 4  # rankings and ridges that are compared where tokens are few
 USUAL = 3  # steps that a search for one share takes
+USUAL_SPREADS = 2  # that are tried
 JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
 
 
@@ -45,7 +46,7 @@ def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int
     if recipe.min_agreement is not None:
         return judged + STEPS
     climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
-    return judged + (len(POWERS) + climbed + 1 if recipe.searches else 0)
+    return judged + (len(POWERS) + USUAL_SPREADS + climbed + 1 if recipe.searches else 0)
 
 
 def most_trials(recipe: Recipe) -> int:
@@ -53,7 +54,8 @@ def most_trials(recipe: Recipe) -> int:
     if recipe.min_agreement is not None:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
-    return RANKINGS + len(POWERS) + math.ceil(steps) + 1 + 1  # rankings, one step the wrong way, and equal shares
+    # One step may go the wrong way, and equal shares are tried too.
+    return RANKINGS + len(POWERS) + len(SPREADS) + math.ceil(steps) + 1 + 1
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:

@@ -15,11 +15,12 @@ QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
+SPREADS = (2.0, 1.5, 1.25)  # times the equal share that one MLP may lose at the most, tried as long as that helps
 
 
 @dataclass
 class Split:
-    """How a budget is split: how errors of different layers count, and how much of Q/K goes; by measuring both.
+    """How a budget is split: how errors of different layers count, how far MLPs differ, and how much of Q/K goes.
 
     The search starts from the rules' answers and goes where the output is nearer to the dense model's. Equal shares
     are tried too: the result is never farther from the dense model than they are.
@@ -29,6 +30,7 @@ class Split:
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
     output: float = 0.0  # share of the output head's rank that is removed
+    spread: float | None = None  # times the equal share that one MLP may lose
 
     def run(self) -> Allocation:
         allocator, recipe = self.trials.allocator, self.trials.recipe
@@ -38,6 +40,7 @@ class Split:
             return self.run_uniform(why["equal_share"])
         start, usual = why["queries"], why["power"]
         power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
+        self.spread = self.best_spread(start, power)
         self.output = self.best_output(start, power)
         queries = climb(lambda share: self.measure(self.at(share, power)), start, QUERY_STEP, (0.0, MOST_QUERIES))
         equal = allocator.allocate(replace(recipe, allocate=UNIFORM), output=self.output)
@@ -53,7 +56,18 @@ class Split:
         return (best := at(queries))._replace(why={**best.why, "split": record})
 
     def at(self, queries: float, power: float | None) -> Allocation:
-        return self.trials.allocator.allocate(self.trials.recipe, queries, power, self.output)
+        return self.trials.allocator.allocate(self.trials.recipe, queries, power, self.output, self.spread)
+
+    def best_spread(self, queries: float, power: float) -> float | None:
+        """How far MLPs may differ: error curves are of one site alone, and promise too much where it loses most."""
+        best, least = None, self.measure(self.at(queries, power))
+        for spread in SPREADS:
+            found = self.measure(self.trials.allocator.allocate(self.trials.recipe, queries, power, 0.0, spread))
+            if found > least:
+                break
+            if found < least:
+                best, least = spread, found
+        return best
 
     def best_output(self, queries: float, power: float) -> float:
         """The share of the output head to remove, if removing some of it makes room for what matters more."""
@@ -65,7 +79,7 @@ class Split:
             return 0.0
 
         def measured(share: float) -> float:
-            return self.measure(allocator.allocate(recipe, queries, power, share))
+            return self.measure(allocator.allocate(recipe, queries, power, share, self.spread))
 
         return climb(measured, 0.0, OUTPUT_STEP, (0.0, MOST_OUTPUT))
 
@@ -75,10 +89,11 @@ class Split:
         if widths not in self.known:
             divergence, why = self.trials.compare(found).divergence(), found.why["allocation"]
             self.known[widths] = divergence.value
-            how = {key: why[key] for key in ("queries", "power") if key in why} or {"allocate": UNIFORM}
+            how = {key: why[key] for key in ("queries", "power", "spread") if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": divergence.value, **ends(divergence)})
             name = f"{how['queries']:.1%} of Q/K" if "queries" in how else "equal shares"
             name += f", power {how['power']:g}" if "power" in how else ""
+            name += f", MLPs at most {how['spread']:g} times the equal share" if "spread" in how else ""
             if found.rank is not None:
                 self.tried[-1]["output_rank"], name = found.rank, f"{name}, output head of rank {found.rank}"
             self.trials.allocator.observer.note(f"{name}: divergence {described(divergence)}")
