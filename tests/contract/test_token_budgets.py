@@ -144,7 +144,7 @@ def test_tokens_stay_as_they_are_where_merging_is_no_faster(
 ) -> None:
     model, data = tiny(), small(3)
     timer = timed_by(lambda other: seconds if any(merges(other)) else count_params(other) / count_params(model))
-    for module in ("steps.tokens", "allocation.latency"):
+    for module in ("steps.tokens", "steps.allocation.latency"):
         monkeypatch.setattr(f"corp.{module}.compare_times", lambda _sample, *pair: timer(*pair))
     result = corp.prune(model, data, Recipe(target_latency=0.8, tokens="auto", sequential=False))
     assert any("tokens were not merged" in note for note in result.plan.notes) == (not merged)
