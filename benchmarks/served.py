@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 import corp
@@ -75,7 +74,7 @@ def generation(llama: Llama, tokens: int) -> Callable[[], object]:
 
 def measure(folder: Path, sparsity: float, tokens: int, rounds: int) -> list[dict[str, Any]]:
     """One row per variant, the dense model first."""
-    model, tokenizer = hf_models.create(str(folder), dtype=torch.float32), hf_models.tokenizer(str(folder))
+    model, tokenizer = hf_models.create(str(folder)).float(), hf_models.tokenizer(str(folder))
     variants = {"dense": model}
     variants |= {name: narrowed(model, recipe) for name, recipe in recipes(len(model.model.layers), sparsity)}  # type: ignore[union-attr, arg-type]
     with tempfile.TemporaryDirectory() as temporary:
