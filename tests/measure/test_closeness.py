@@ -59,7 +59,7 @@ def test_every_position_of_few_sequences_is_compared() -> None:
 def test_many_sequences_are_compared_at_some_positions_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closeness, "KEPT", 2 * 10 * 20)  # twenty positions of two sequences over ten words
     reference = Reference(Speaker(), [batch(300, real=200)])
-    assert reference.outputs[0][0].shape == (2, 20, 10)
+    assert reference.outputs[0].values.shape == (2, 20, 10)
     assert reference.compare(Speaker(15)).divergence().value > 0  # every fifteenth position
     assert reference.compare(Speaker(16)).divergence().value == 0
     assert reference.compare(Speaker(285)).divergence().value == 0  # padding

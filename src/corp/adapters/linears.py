@@ -16,7 +16,7 @@ from corp.surgery.padded import GatherLinear, ScatterLinear
 
 def is_linear(module: object) -> bool:
     """Whether a module is a linear layer, plain or not."""
-    return isinstance(module, nn.Linear) or is_transposed(module)  # type: ignore[arg-type]
+    return isinstance(module, nn.Linear) or (isinstance(module, nn.Module) and is_transposed(module))
 
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:

@@ -19,9 +19,9 @@ EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|$)|(?:^|\.)expert_\d+")
 MASK, ENCODER_MASK = "attention_mask", "encoder_attention_mask"
 
 
-def takes(cls: type, argument: str) -> bool:
+def takes(cls: type[nn.Module], argument: str) -> bool:
     """Whether the forward of this class has an argument of this name."""
-    return argument in inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    return argument in inspect.signature(cls.forward).parameters
 
 
 def mask_of(model: nn.Module, site: str, argument: str = MASK) -> Mask | None:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ def transformed(site: Site) -> list[tuple[Rows, Change]]:
             x = torch.where(changed.to(x.device), noise(f"{site.name}/{seed}", x), x)
             return x[..., order.to(x.device)]
 
-        return [(rows, lambda x, i=i: shuffle(x, i)) for i, rows in enumerate(site.up)]  # type: ignore[misc]
+        return [(rows, partial(shuffle, seed=i)) for i, rows in enumerate(site.up)]
     if isinstance(site, ValueSite):
         return [(site.v, lambda x: by_head(x, value_maps(site)))]
     A = query_maps(site)[: 1 if site.norm else None]  # (K, d, d), or one for all heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -138,7 +139,7 @@ def _without_unmoved(outcome: Outcome, found: Found) -> tuple[list[Claim], list[
 
 def _runs(model: nn.Module) -> Iterator[Callable[[], Any]]:
     for module, batch in examples(model):
-        yield lambda module=module, batch=batch: feed(module, batch)  # type: ignore[misc]
+        yield partial(feed, module, batch)
 
 
 def _try(

@@ -190,8 +190,9 @@ class _Work:
         if claim is None:
             outcome.open_sites.append(site)
         else:
-            left = {"qk": tuple(ways), "vo": ()} if isinstance(site, AttentionSite) else {"vo": tuple(ways), "qk": ()}
-            outcome.open.append(replace(claim, refused=(), **left))  # type: ignore[arg-type]
+            qk = tuple(way for way in ways if isinstance(way, AttentionSite))
+            vo = tuple(way for way in ways if isinstance(way, ValueSite))
+            outcome.open.append(Claim(claim.parts, qk, vo))
 
     def _accept(self, site: Site, outcome: Outcome, trial: Trial) -> None:
         if isinstance(site, AttentionSite) and site.padded and site.attention in trial.kernels:

@@ -13,8 +13,8 @@ _lock = RLock()
 _inside: dict[Hashable, tuple[int, Callable[[], None]]] = {}  # how many are inside, and what puts the setting back
 
 
-class here:  # noqa: N801  (reads as a function where hooks are registered)
-    """A hook for calls of this thread; those of others pass it by."""
+class Here:
+    """A hook for calls of the thread that made it; those of others pass it by."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook, self.thread = hook, get_ident()
@@ -23,10 +23,15 @@ class here:  # noqa: N801  (reads as a function where hooks are registered)
         return self.hook(*args, **kwargs) if get_ident() == self.thread else None
 
 
+def here(hook: Callable[..., Any]) -> Here:
+    """The hook, for calls of this thread alone."""
+    return Here(hook)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether anything but another thread's pruning watches the module, and may change what it computes."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not isinstance(hook, here) or hook.thread == get_ident() for hook in hooks)
+    return any(not isinstance(hook, Here) or hook.thread == get_ident() for hook in hooks)
 
 
 @contextmanager

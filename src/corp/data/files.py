@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -24,7 +25,7 @@ def files_below(folder: Path, suffixes: Set[str], what: str) -> list[Path]:
     return found
 
 
-class Ranges:
+class Ranges(ABC):
     """Texts that are byte ranges of a file."""
 
     def __init__(self, path: Path) -> None:
@@ -36,8 +37,9 @@ class Ranges:
                     self.starts.append(start)
                     self.ends.append(end)
 
+    @abstractmethod
     def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
-        raise NotImplementedError
+        """The start and the end of every text."""
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import mmap
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class Table(Ranges):
         return cells[self._column]
 
 
-class Column:
+class Column(ABC):
     """Records that a library reads; `field` is the column of the text, None where whole records are wanted."""
 
     def __init__(self, path: Path, field: str | None, fields: list[str], count: int) -> None:
@@ -108,8 +109,9 @@ class Column:
     def where(self, number: int) -> str:
         return f"{self.path}, row {number + 1}"
 
+    @abstractmethod
     def record(self, number: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """All fields of a row."""
 
     def read(self, number: int) -> str:
         value = self.record(number)[str(self._field)]

@@ -8,7 +8,7 @@ is pooled over tokens; closeness is then the mean cosine, and the squared error 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,30 +81,36 @@ class Reference:
 
     def compare(self, model: nn.Module) -> Closeness:
         found = Closeness()
-        for batch, (dense, answers) in zip(self.batches, self.outputs, strict=True):
-            output, _ = self._output(model, batch)
-            mask = mask_of(batch)
-            if mask is not None and answers and dense.dim() == 3:
-                mask = self._some(mask, dense.shape[-1])
-            found.add(output, dense, mask, answers=answers)
+        for batch, dense in zip(self.batches, self.outputs, strict=True):
+            found.add(self._output(model, batch).values, dense.values, dense.mask, answers=dense.answers)
         return found
 
-    def _output(self, model: nn.Module, batch: Any) -> tuple[Tensor, bool]:
+    def _output(self, model: nn.Module, batch: Any) -> Output:
         with torch.no_grad(), evaluating(model):
             output, answers = tensor_of(feed(model, batch, self.forward))
         require_finite(output, output.dtype)
-        answers = answers and not self.features
+        output, mask, answers = output.detach(), mask_of(batch), answers and not self.features
         if answers and output.shape[-1 if output.dim() < 4 else 1] == 1:
             raise ModelError(
                 "the model gives one number per sample, so there are no answers to agree on; give a target"
             )
-        output = output.detach()
-        return (self._some(output, output.shape[-1]) if answers and output.dim() == 3 else output), answers
+        if not answers or output.dim() != 3:
+            return Output(output, mask, answers)
+        every = self._stride(output)
+        return Output(output[:, ::every], None if mask is None else mask[:, ::every], answers)
 
-    def _some(self, x: Tensor, vocabulary: int) -> Tensor:
-        """Positions of every sequence (B, n, …), evenly spread: as many as can be kept for all samples together."""
-        most = max(LEAST, KEPT // max(1, self.samples * vocabulary))
-        return x[:, :: max(1, -(-x.shape[1] // most))]
+    def _stride(self, logits: Tensor) -> int:
+        """Every which position of sequences (B, n, K) is compared, so that what all samples give can be kept."""
+        most = max(LEAST, KEPT // max(1, self.samples * logits.shape[-1]))
+        return max(1, -(-logits.shape[1] // most))
+
+
+class Output(NamedTuple):
+    """What is compared of one batch: answers (logits) or features, and which of their tokens are real."""
+
+    values: Tensor
+    mask: Tensor | None
+    answers: bool
 
 
 def tensor_of(output: Any) -> tuple[Tensor, bool]:

@@ -7,8 +7,11 @@ from torch import Tensor
 
 from corp.calibration.head_grams import HeadGrams
 from corp.calibration.moments import Moments
+from corp.errors import SingularSystemError
 from corp.numerics import affine, logit, rotary
 from corp.numerics.kronecker import ENOUGH
+
+LARGEST_RIDGE = 1e3  # that a fit raises its own to: at that there is no compensation left
 
 
 def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
@@ -30,6 +33,20 @@ def fit_linear(given: affine.Removal, compensate: str, ridge: float) -> affine.A
     if compensate == "full":
         return affine.fit_affine(given, ridge=ridge)
     return (affine.mean_only if compensate == "mean" else affine.nothing)(given)
+
+
+def fit_solvable(given: affine.Removal, compensate: str, ridge: float) -> tuple[affine.Affine, float]:
+    """The fit at this ridge, or at the least power of ten times it at which the system can be solved, and that ridge.
+
+    For values in a basis in which they have unit variance: it magnifies the rounding errors of their sums.
+    """
+    while True:
+        try:
+            return fit_linear(given, compensate, ridge), ridge
+        except SingularSystemError:
+            if not 0 < ridge < LARGEST_RIDGE:
+                raise
+            ridge *= 10
 
 
 def head_system(grams: HeadGrams, kept: Tensor, pruned: Tensor) -> logit.LogitSystem:

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from corp.calibration.moments import Moments
 from corp.calibration.site_sums import SiteSums
-from corp.errors import SingularSystemError
 from corp.io.observer import timed
 from corp.numerics import affine, exact, rank, values
-from corp.planning.fitting import fit_linear, moments_for_fit, split
+from corp.planning.fitting import fit_linear, fit_solvable, moments_for_fit, split
 from corp.planning.site_plan import GroupCost, LinearFold, SitePlan
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import LinearSite, MLPSite, Projection, ValueSite
-
-LARGEST_RIDGE = 1e3  # that a fit of values raises its own to: at that there is no compensation left
 
 
 class Layer(NamedTuple):
@@ -79,7 +76,7 @@ def plan_linear(
     with timed("compensate"):
         given = affine.removal(*here, kept, pruned)
         fit, choice = fit_choice(given, choice, recipe)
-    unseen = _judge(sums, kept, pruned, recipe.compensate, choice.ridge, layer)
+    unseen = _judge(sums, kept, pruned, choice, recipe, layer)
     cost = GroupCost(*affine.distortion(given, fit), affine.output_energy(*here), *unseen)
     fold = _fold(here, down, kept, fit, choice)
     return _site_plan(site, choice, recipe, intercept, (cost,), fold)
@@ -123,19 +120,12 @@ def fold_choice(site: LinearSite, choice: Choice, down: Projection, layer: Layer
 
 
 def fit_choice(given: affine.Removal, choice: Choice, recipe: Recipe) -> tuple[affine.Affine, Choice]:
-    """The compensation at the recipe's ridge, and the choice with the ridge that was used.
-
-    A basis in which values have unit variance magnifies the rounding errors of their sums; where they exceed the ridge,
-    a larger one is used.
-    """
+    """The compensation at the recipe's ridge or the choice's, and the choice with the ridge that was used."""
     ridge = max(recipe.ridge, choice.ridge)
-    while True:
-        try:
-            return fit_linear(given, recipe.compensate, ridge), choice._replace(ridge=ridge)
-        except SingularSystemError:
-            if choice.basis is None or not 0 < ridge < LARGEST_RIDGE:
-                raise
-            ridge *= 10
+    if choice.basis is None:
+        return fit_linear(given, recipe.compensate, ridge), choice._replace(ridge=ridge)
+    fit, ridge = fit_solvable(given, recipe.compensate, ridge)
+    return fit, choice._replace(ridge=ridge)
 
 
 def choose(
@@ -207,14 +197,14 @@ def _judge(
     sums: SiteSums[Moments],
     kept: Tensor,
     pruned: Tensor,
-    compensate: str,
-    ridge: float,
+    choice: Choice,
+    recipe: Recipe,
     layer: Callable[[Moments], Layer],
 ) -> tuple[float | None, float | None]:
     """Fit without the held-out batches; the unexplained share on its own data and on theirs, if there are any."""
-    if compensate != "full" or not sums.fit.n or not sums.held.n:
+    if recipe.compensate != "full" or not sums.fit.n or not sums.held.n:
         return None, None
     seen, held = (affine.removal(*layer(part), kept, pruned) for part in (sums.fit, sums.held))
-    fit = fit_linear(seen, "full", ridge)
+    fit, _ = fit_choice(seen, choice, recipe)
     left, right = (affine.error(part, fit) / part.variance if part.variance > 0 else None for part in (seen, held))
     return left, right

@@ -61,7 +61,7 @@ def attend(
 def attend_openly(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None, drop: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by plain products, and the attention weights (B, H, n, m); `mask` is added to the logits."""
+    """Attention by plain products: its output and its weights (B, H, n, m). `mask` is added to logits."""
     logits = scale * (q @ k.mT)
     weights = (logits if mask is None else logits + mask).softmax(-1)
     weights = torch.dropout(weights, drop, drop > 0)

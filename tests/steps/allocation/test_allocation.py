@@ -15,7 +15,7 @@ from corp import CorpError, Recipe
 from corp.cli.recipes import _override
 from corp.planning.plan import Plan
 from corp.report.remake import command_line
-from corp.steps.allocation.allocator import Allocation, Allocator
+from corp.steps.allocation.allocator import Allocation, Allocator, Way
 from corp.steps.allocation.budget import narrowest
 from corp.steps.allocation.curves import Curve, usual_power
 from corp.steps.allocation.split import Split
@@ -64,7 +64,7 @@ def first_matters_less(made: Allocator) -> Allocator:
 def test_no_mlp_loses_more_than_its_spread(spread: float, vit: Allocator) -> None:
     recipe = Recipe(target_macs=0.7, round_to=1)
     vit = first_matters_less(vit)
-    free, bound = vit.allocate(recipe), vit.allocate(recipe, spread=spread)
+    free, bound = vit.allocate(recipe), vit.allocate(recipe, Way(spread=spread))
     most = spread * bound.why["allocation"]["equal_share"]
     lost = {name: 1 - bound.widths[name] / 96 for name in (FIRST, SECOND)}
     assert max(lost.values()) <= most + 1 / 96
@@ -88,13 +88,13 @@ def test_a_narrower_spread_is_used_where_its_model_is_nearer(vit: Allocator) -> 
     recipe = Recipe(target_macs=0.7, round_to=1)
     vit = first_matters_less(vit)
     free = vit.allocate(recipe)
-    start, power = free.why["allocation"]["queries"], free.why["allocation"]["power"]
+    way = Way(free.why["allocation"]["queries"], free.why["allocation"]["power"])
     widths = [free.widths[name] for name in (FIRST, SECOND)]
     assert min(widths) < max(widths)
-    assert Judged(vit, recipe, sum(widths) // 2).best_spread(start, power) is not None
+    assert Judged(vit, recipe, sum(widths) // 2).best_spread(way).spread is not None
     apart = Judged(vit, recipe, min(widths) - 50)  # the farther apart, the better: nothing is gained
     apart.measure = lambda found: -abs(found.widths[FIRST] - found.widths[SECOND])  # type: ignore[method-assign]
-    assert apart.best_spread(start, power) is None
+    assert apart.best_spread(way) == way
 
 
 def test_the_share_of_queries_follows_the_budget(vit: Allocator) -> None:
@@ -118,7 +118,7 @@ def test_where_the_stream_grows_errors_count_relative_to_it() -> None:
         model.blocks[1].mlp.fc2.weight *= 40
     recipe = Recipe(target_macs=0.7)
     made = Allocator(model, corp.find_sites(model), corp.calibrate(model, batches("vit")), recipe)
-    by_rule, absolute, relative = (made.allocate(recipe, power=power) for power in (None, 0.0, 1.0))
+    by_rule, absolute, relative = (made.allocate(recipe, Way(power=power)) for power in (None, 0.0, 1.0))
     assert by_rule == relative
     assert absolute.widths[SECOND] > relative.widths[SECOND]
     assert usual_power({str(energy): Curve(torch.zeros(2), energy) for energy in (50.0, 200.0)}) == 0.5
@@ -126,12 +126,12 @@ def test_where_the_stream_grows_errors_count_relative_to_it() -> None:
 
 def test_queries_may_be_told_and_what_leaves_no_room_for_the_rest_is_not_taken(vit: Allocator) -> None:
     recipe = Recipe(target_macs=0.7)
-    told = vit.allocate(recipe, 0.5)
+    told = vit.allocate(recipe, Way(queries=0.5))
     assert {told.widths[site.name] for site in vit.sites.attention} == {4}  # of 8
     assert told.why["allocation"]["queries"] == 0.5
     least = narrowest(vit.sites, recipe, vit.budget("macs", 1.0))  # values keep their width under equal shares
     tight = Recipe(target_macs=least + 0.01, overrides={"*": {"vo": 0.0}})
-    instead = vit.allocate(tight, 0.0).why["allocation"]
+    instead = vit.allocate(tight, Way(queries=0.0)).why["allocation"]
     assert instead["queries"] == instead["equal_share"] > 0.9
 
 

@@ -33,6 +33,18 @@ ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast e
 OVER = 1.1  # the excess of a slow result, and a little more, is taken off the next aim
 
 
+class Way(NamedTuple):
+    """How a target is met; where it says None, the rules decide."""
+
+    queries: float | None = None  # the share of Q/K dimensions that is removed
+    power: float | None = None  # of the stream's energy, by which errors are divided
+    output: float | None = None  # the share of the output head's rank that is removed
+    spread: float | None = None  # times the equal share that one MLP may lose
+
+
+RULES = Way()
+
+
 class Allocation(NamedTuple):
     """How wide every site stays, why (for the plan's record), and elimination paths that were needed for it."""
 
@@ -107,33 +119,21 @@ class Allocator:
             self._counted[what] = count_budget(self.model, self.sites, what, None if what == "params" else self.sample)
         return replace(self._counted[what], share=share)
 
-    def allocate(
-        self,
-        recipe: Recipe,
-        queries: float | None = None,
-        power: float | None = None,
-        output: float | None = None,
-        spread: float | None = None,
-    ) -> Allocation:
-        """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation.
-
-        `queries` is the share of Q/K dimensions to remove, `power` how errors count, `output` the share of the output
-        head's rank to remove, `spread` how many times the equal share one MLP may lose; by default the rules decide.
-        """
-        rank = self.output_rank(recipe.output or output or 0.0)
-
+    def allocate(self, recipe: Recipe, way: Way = RULES) -> Allocation:
+        """The widths under this recipe, a variation of the allocator's own in its target or its way of allocation."""
+        rank = self.output_rank(recipe.output or way.output or 0.0)
         if recipe.min_agreement is not None:
             raise PlanError(
                 "min_agreement is measured on batches that are held out of calibration, and statistics hold none: use "
                 "corp.prune(model, batches, recipe), or give a target"
             )
         if recipe.target_latency is not None:
-            return self._in_time(recipe, recipe.target_latency, queries, power, spread)._replace(rank=rank)
+            return self._in_time(recipe, recipe.target_latency, way)._replace(rank=rank)
         for what in ("params", "macs"):
             target = getattr(recipe, f"target_{what}")
             if target is not None:
                 budget = replace(self.budget(what, target), spared=self.spared(what, rank))
-                return self._within(budget, recipe, queries, power, spread)._replace(rank=rank)
+                return self._within(budget, recipe, way)._replace(rank=rank)
         widths = {site.name: width_of(site, self.sites, recipe) for site in self.sites}
         notes = raised(self.sites, recipe)
         return Allocation(widths, {"notes": notes} if notes else {}, rank=rank)
@@ -169,13 +169,11 @@ class Allocator:
             run(self.model, *self.sample)
         return sum(seen) // head.inputs
 
-    def _in_time(
-        self, recipe: Recipe, wanted: float, queries: float | None, power: float | None, spread: float | None
-    ) -> Allocation:
+    def _in_time(self, recipe: Recipe, wanted: float, way: Way) -> Allocation:
         """Within a measured table of times; the result is timed, and made smaller if the table promised too much."""
         aim, recipe = wanted, self.clock.without_idle(recipe)
         for left in reversed(range(ROUNDS)):
-            found = self._within(self.clock.budget(aim), recipe, queries, power, spread)
+            found = self._within(self.clock.budget(aim), recipe, way)
             predicted, measured = self.clock.predicted(found.widths), self.clock.time(found.widths)
             if measured.value <= wanted or not left:
                 break
@@ -184,20 +182,18 @@ class Allocator:
         why = {"allocation": {**found.why["allocation"], "target": wanted}, "latency": record}
         return found._replace(why=why | _missed(wanted, measured))
 
-    def _within(
-        self, budget: Budget, recipe: Recipe, queries: float | None, power: float | None, spread: float | None
-    ) -> Allocation:
-        asked = uniform(self.sites, recipe, budget, queries if recipe.allocate == UNIFORM else None)
+    def _within(self, budget: Budget, recipe: Recipe, way: Way) -> Allocation:
+        asked = uniform(self.sites, recipe, budget, way.queries if recipe.allocate == UNIFORM else None)
         widths = {site.name: width_of(site, self.sites, asked) for site in self.sites}
         why = {"budget": budget.what, "target": budget.share, "allocate": recipe.allocate, "equal_share": asked.mlp}
         if recipe.allocate == UNIFORM:
-            why |= {} if queries is None else {"queries": asked.attn}
+            why |= {} if way.queries is None else {"queries": asked.attn}
         else:
-            wanted = query_share(asked.mlp) if queries is None else queries
-            power = usual_power(self.curves) if power is None else power
-            most = 1.0 if spread is None else spread * asked.mlp
+            wanted = query_share(asked.mlp) if way.queries is None else way.queries
+            power = usual_power(self.curves) if way.power is None else way.power
+            most = 1.0 if way.spread is None else way.spread * asked.mlp
             widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power, most)
-            why |= {"queries": taken, "power": power} | ({} if spread is None else {"spread": spread})
+            why |= {"queries": taken, "power": power} | ({} if way.spread is None else {"spread": way.spread})
         return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths)
 
 

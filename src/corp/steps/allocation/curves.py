@@ -20,7 +20,7 @@ from corp.calibration.statistics import Statistics
 from corp.io.observer import Observer
 from corp.numerics import affine, exact, values
 from corp.numerics.allocate import Option, share
-from corp.planning.fitting import fit_linear, split
+from corp.planning.fitting import fit_solvable, split
 from corp.planning.linear import Layer, layer_of, uses_intercept
 from corp.planning.planners import cost_of
 from corp.planning.widths import multiple_of, narrowed, width_of
@@ -87,7 +87,7 @@ def _value_errors(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
         kept = values.kept_inputs([torch.arange(keep)] * site.groups, site.width, site.heads)
         pruned = split(site.inputs, kept)
         given = affine.removal(*rotated, kept, pruned)
-        errors.append(affine.error(given, fit_linear(given, "full", recipe.ridge)))
+        errors.append(affine.error(given, fit_solvable(given, "full", recipe.ridge)[0]))
     every = np.interp(np.arange(site.width + 1), [0, *known], errors)
     return torch.from_numpy(every)
 

@@ -17,7 +17,7 @@ from corp.measure.closeness import Reference
 from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.steps.allocation.agreement import STEPS, Agreement
-from corp.steps.allocation.allocator import Allocation, Allocator
+from corp.steps.allocation.allocator import Allocation, Allocator, Way
 from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS, Split
 from corp.steps.allocation.trials import Trials
 
@@ -105,7 +105,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     """
     first, asked = trials.allocator, trials.recipe
     rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
-    found = first.allocate(rule, spread=SPREADS[-1])  # where MLPs lose about the same, as most of them will
+    found = first.allocate(rule, Way(spread=SPREADS[-1]))  # where MLPs lose about the same, as most of them will
     known: dict[tuple[str, float], float] = {}
     stronger = Allocator(
         first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from corp.recipe import UNIFORM
-from corp.steps.allocation.allocator import Allocation
+from corp.steps.allocation.allocator import Allocation, Way
 from corp.steps.allocation.trials import Trials, climb, described, ends
 
 POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
@@ -29,59 +28,60 @@ class Split:
     trials: Trials
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
-    output: float = 0.0  # share of the output head's rank that is removed
-    spread: float | None = None  # times the equal share that one MLP may lose
 
     def run(self) -> Allocation:
         allocator, recipe = self.trials.allocator, self.trials.recipe
-        first = allocator.allocate(recipe)
-        why = first.why["allocation"]
+        rule = allocator.allocate(recipe).why["allocation"]
         if recipe.allocate == UNIFORM:
-            return self.run_uniform(why["equal_share"])
-        start, usual = why["queries"], why["power"]
-        power = min((usual, *(p for p in POWERS if p != usual)), key=lambda p: self.measure(self.at(start, p)))
-        self.spread = self.best_spread(start, power)
-        self.output = self.best_output(start, power)
-        queries = climb(lambda share: self.measure(self.at(share, power)), start, QUERY_STEP, (0.0, MOST_QUERIES))
-        equal = allocator.allocate(replace(recipe, allocate=UNIFORM), output=self.output)
-        best = min((self.at(queries, power), equal), key=self.measure)
-        record = {"rule": {"queries": start, "power": usual}, "samples": self.trials.samples, "tried": self.tried}
+            start = rule["equal_share"]
+            return self._recorded(self.at(self.best_queries(Way(start))), {"queries": start})
+        usual = Way(rule["queries"], rule["power"])
+        others = (usual._replace(power=power) for power in POWERS if power != usual.power)
+        way = self.best_output(self.best_spread(min((usual, *others), key=self.distance)))
+        way = self.best_queries(way)
+        equal = allocator.allocate(replace(recipe, allocate=UNIFORM), Way(output=way.output))
+        best = min((self.at(way), equal), key=self.measure)
+        return self._recorded(best, {"queries": usual.queries, "power": usual.power})
+
+    def _recorded(self, best: Allocation, rule: dict[str, float | None]) -> Allocation:
+        record = {"rule": rule, "samples": self.trials.samples, "tried": self.tried}
         return best._replace(why={**best.why, "split": record})
 
-    def run_uniform(self, start: float) -> Allocation:
-        """One share for all MLPs and one for all heads."""
-        at = partial(self.at, power=None)
-        queries = climb(lambda share: self.measure(at(share)), start, QUERY_STEP, (0.0, MOST_QUERIES))
-        record = {"rule": {"queries": start}, "samples": self.trials.samples, "tried": self.tried}
-        return (best := at(queries))._replace(why={**best.why, "split": record})
+    def at(self, way: Way) -> Allocation:
+        return self.trials.allocator.allocate(self.trials.recipe, way)
 
-    def at(self, queries: float, power: float | None) -> Allocation:
-        return self.trials.allocator.allocate(self.trials.recipe, queries, power, self.output, self.spread)
+    def distance(self, way: Way) -> float:
+        return self.measure(self.at(way))
 
-    def best_spread(self, queries: float, power: float) -> float | None:
+    def best_spread(self, way: Way) -> Way:
         """How far MLPs may differ: error curves are of one site alone, and promise too much where it loses most."""
-        best, least = None, self.measure(self.at(queries, power))
-        for spread in SPREADS:
-            found = self.measure(self.trials.allocator.allocate(self.trials.recipe, queries, power, 0.0, spread))
+        least = self.distance(way)
+        for narrower in [way._replace(spread=spread) for spread in SPREADS]:
+            found = self.distance(narrower)
             if found > least:
                 break
             if found < least:
-                best, least = spread, found
-        return best
+                way, least = narrower, found
+        return way
 
-    def best_output(self, queries: float, power: float) -> float:
+    def best_queries(self, way: Way) -> Way:
+        """How much of Q/K goes, from what the way says in steps."""
+        assert way.queries is not None
+        limits = 0.0, MOST_QUERIES
+        best = climb(lambda share: self.distance(way._replace(queries=share)), way.queries, QUERY_STEP, limits)
+        return way._replace(queries=best)
+
+    def best_output(self, way: Way) -> Way:
         """The share of the output head to remove, if removing some of it makes room for what matters more."""
         allocator, recipe = self.trials.allocator, self.trials.recipe
         budget = "params" if recipe.target_params is not None else "macs"
         if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
-            return 0.0
+            return way
         if allocator.spared(budget, allocator.output_rank(MOST_OUTPUT)) <= 0:
-            return 0.0
-
-        def measured(share: float) -> float:
-            return self.measure(allocator.allocate(recipe, queries, power, share, self.spread))
-
-        return climb(measured, 0.0, OUTPUT_STEP, (0.0, MOST_OUTPUT))
+            return way
+        limits = 0.0, MOST_OUTPUT
+        best = climb(lambda share: self.distance(way._replace(output=share)), 0.0, OUTPUT_STEP, limits)
+        return way._replace(output=best)
 
     def measure(self, found: Allocation) -> float:
         """The divergence from the dense model; widths that were measured before are not measured again."""
