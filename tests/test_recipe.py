@@ -102,8 +102,8 @@ def test_kept_width_is_the_exact_ceiling(width: int, sparsity: float, multiple: 
     assert kept_width(width, sparsity, multiple) == expected
 
 
-def test_wide_sites_are_rounded_to_eight_by_default_and_small_ones_are_not() -> None:
+def test_wide_sites_are_rounded_by_default_and_small_ones_are_not() -> None:
     found = {width: Recipe().multiple("mlp", width) for width in (96, 511, 512, 3072)}
     assert found == {96: 1, 511: 1, 512: 8, 3072: 8}
-    assert [Recipe().multiple(kind, width) for kind in ("attn", "vo") for width in (20, 64, 128)] == [1, 8, 8] * 2
+    assert [Recipe().multiple(kind, width) for kind in ("attn", "vo") for width in (20, 64, 128)] == [1, 4, 8] * 2
     assert Recipe.paper().multiple("mlp", 3072) == Recipe(round_to=1).multiple("attn", 64) == 1

@@ -9,7 +9,7 @@ from corp.calibration.offload import PLACES
 from corp.errors import StatisticsError
 
 # What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
-ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 16
+ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 40
 
 
 @dataclass(frozen=True)

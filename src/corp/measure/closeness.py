@@ -7,13 +7,15 @@ is pooled over tokens; closeness is then the mean cosine, and the squared error 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, evaluating, feed, inputs_of, size_of
+from corp.calibration.batches import Forward, evaluating, feed, first_samples, inputs_of, size_of
 from corp.errors import DataError, ModelError
 from corp.measure.intervals import Interval, Mean, wilson
 
@@ -74,7 +76,7 @@ class Reference:
     """The dense model's outputs on some batches, kept, and other models compared with them."""
 
     def __init__(self, dense: nn.Module, batches: Sequence[Any], forward: Forward | None = None) -> None:
-        self.batches, self.forward = batches, forward
+        self.batches, self.forward = list(batches), forward
         self.samples = sum(map(size_of, batches))
         self.features = getattr(dense, "num_classes", None) == 0  # timm's way of saying that there is no classifier
         self.outputs = [self._output(dense, batch) for batch in batches]
@@ -84,6 +86,20 @@ class Reference:
         for batch, dense in zip(self.batches, self.outputs, strict=True):
             found.add(self._output(model, batch).values, dense.values, dense.mask, answers=dense.answers)
         return found
+
+    def few(self, answers: int, samples: int) -> Reference:
+        """The same with the first samples only: as many as give this many answers, and at most `samples`."""
+        part = copy(self)  # which compares the same positions
+        part.batches, part.outputs, taken = [], [], 0
+        for batch, dense in zip(self.batches, self.outputs, strict=True):
+            wanted = min(samples, math.ceil(answers / dense.each)) - taken
+            if wanted <= 0:
+                break
+            some = batch if self.forward is not None else first_samples(batch, wanted)
+            taken += size_of(some)
+            part.batches.append(some)
+            part.outputs.append(dense.first(size_of(some)))
+        return part
 
     def _output(self, model: nn.Module, batch: Any) -> Output:
         with torch.no_grad(), evaluating(model):
@@ -111,6 +127,14 @@ class Output(NamedTuple):
     values: Tensor
     mask: Tensor | None
     answers: bool
+
+    @property
+    def each(self) -> int:
+        """Answers per sample."""
+        return self.values.shape[1] if self.answers and self.values.dim() == 3 else 1
+
+    def first(self, samples: int) -> Output:
+        return Output(self.values[:samples], None if self.mask is None else self.mask[:samples], self.answers)
 
 
 def tensor_of(output: Any) -> tuple[Tensor, bool]:

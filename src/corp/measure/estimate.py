@@ -58,6 +58,7 @@ class Load(NamedTuple):
     trials: int = 0
     tried: int = 0  # samples that every trial model is compared on
     curves: bool = False  # whether errors at every width are needed
+    alone: int = 0  # samples that every model with one narrower site is compared on
     refitted: int = 0
 
 
@@ -132,6 +133,10 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
     if load.curves:
         seconds = sum(curve_seconds(site, machine) for site in linear)
         found.append(Stage("error curves", seconds, solving, "allocate='uniform' goes without"))
+    if load.alone:
+        each = [plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in linear]
+        seconds = sum(each) + len(each) * load.alone * machine.forward
+        found.append(Stage("sensitivities", seconds, solving + weights, "allocate='uniform' goes without"))
     if load.trials:
         sketches = sum(plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in own)
         seconds = load.trials * (sketches + load.tried * machine.forward)

@@ -98,8 +98,8 @@ class Recipe(Tabular):
     round_to: int | str | Mapping[str, int] = _option(
         AUTO,
         REMOVE,
-        "Round kept widths up to a multiple: auto is 8 for MLPs from 512 channels and heads from 64 dimensions on, and "
-        "1 turns it off; a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
+        "Round kept widths up to a multiple: auto is 8 for MLPs from 512 channels and heads from 128 dimensions on, 4 "
+        "for heads from 64 on; 1 turns it off; a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
         "what llama.cpp quantises together, 256 where that is at most 1/16 of the width, else 32.",
     )
     rank: str = _option(
@@ -139,7 +139,7 @@ class Recipe(Tabular):
         "by default where model and data allow it.",
     )
     sequential_samples: int | None = _option(
-        None, HOW, "How many samples the refit uses; 256, or fewer if they are long, by default."
+        None, HOW, "How many samples the refit uses; by default as many as have 65,536 tokens, or 512 images."
     )
 
     @classmethod

@@ -12,8 +12,8 @@ ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> 
 FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
 BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
 NAMED_MULTIPLES = ("auto", "fast", "gguf")
-EVEN = 8  # what round_to="auto" rounds to, at widths from these on: below, rounding would cost more than it gains
-EVEN_FROM = {"mlp": 512, "head": 64}
+# What round_to="auto" rounds to, from which width on: coarser multiples cost more accuracy than they gain speed.
+EVEN = {"mlp": {512: 8}, "head": {64: 4, 128: 8}}
 
 
 def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
@@ -32,7 +32,10 @@ def multiple_for(round_to: int | str | Mapping[str, int], kind: str, width: int)
     if round_to == "gguf":
         multiples: Mapping[str, int] = {"mlp": SUPERBLOCK if width >= 16 * SUPERBLOCK else BLOCK}
     elif round_to == AUTO:
-        multiples = {key: EVEN for key, least in EVEN_FROM.items() if width >= least}
+        multiples = {
+            key: max((multiple for least, multiple in steps.items() if width >= least), default=1)
+            for key, steps in EVEN.items()
+        }
     else:
         multiples = FAST if isinstance(round_to, str) else round_to
     return multiples.get(ROUNDING_KEYS[kind], 1)

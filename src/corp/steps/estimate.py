@@ -19,6 +19,7 @@ from corp.measure.footprint import resident_bytes
 from corp.recipe import GAIN, Recipe
 from corp.sites import AttentionSite
 from corp.steps.allocation.search import samples_needed, usual_trials
+from corp.steps.allocation.sensitivity import samples_alone
 from corp.steps.run import Dense, Run
 from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.replay import Block
@@ -51,14 +52,17 @@ def _load(
     counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
     rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
     fitted = {name: n * samples * (rule.every - 1) // rule.every for name, n in counted.items()}
+    searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
+    tried = min(samples_needed(recipe), samples // rule.every)
     return Load(
         samples,
         tokens,
         counted,
         calibrates=stats is None,
         trials=0 if single else usual_trials(recipe, sites, fitted),
-        tried=min(samples_needed(recipe), samples // rule.every),
+        tried=tried,
         curves=recipe.has_target and recipe.allocate == GAIN,
+        alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
         refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
     ), machine
 

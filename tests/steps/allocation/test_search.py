@@ -19,6 +19,7 @@ from corp.measure.closeness import Closeness, Reference, tensor_of
 from corp.measure.intervals import Interval
 from corp.steps.allocation import search, trials
 from corp.steps.allocation.allocator import Allocator
+from corp.steps.allocation.sensitivity import measure_sensitivities
 from corp.surgery.apply import narrowed_copy
 from tests.helpers import decoders
 from tests.helpers.models import as_saved, batches, build
@@ -242,7 +243,9 @@ def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
     result = corp.prune(model, data, recipe)
     why, taken = result.plan.why["split"], result.plan.why["allocation"]
     best = min(why["tried"], key=lambda one: one["divergence"])
-    assert (best.get("queries"), best.get("power")) == (taken.get("queries"), taken.get("power"))
+    told = ("queries", "power", "measured", "spread")
+    assert [best.get(key) for key in told] == [taken.get(key) for key in told]
+    assert any("measured" in one for one in why["tried"])
     assert len({one["queries"] for one in why["tried"] if "queries" in one}) > 1
     assert [one for one in why["tried"] if "queries" not in one] == [one for one in why["tried"] if "allocate" in one]
     assert {key: why["tried"][0][key] for key in why["rule"]} == why["rule"]
@@ -252,6 +255,37 @@ def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
     tried = narrowed_copy(model, corp.find_sites(model), as_saved(result.plan), fitted)
     held = [data[i] for i in held_of(len(data))]
     assert kl(tried, model, held) == pytest.approx(best["divergence"], rel=0.1)
+
+
+def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower() -> None:
+    model, data = build("vit"), batches("vit", 10, 20)
+    made = Allocator(model, corp.find_sites(model), corp.calibrate(model, data), Recipe(target_macs=0.7))
+    watch = Recorder()
+    made.observer = watch
+    reference = Reference(model, data)
+    found = measure_sensitivities(trials.Trials(made, made.recipe, reference, 200, lambda _n: None), 0.5)
+    assert set(found) == set(made.curves)
+    assert "sensitivities" in watch.stages
+    for name, rate in found.items():
+        kind = made.sites[name].kind
+        others = [site.name for site in made.sites if site.name != name]
+        alone = Recipe(overrides={name: {kind: 0.5}}, sequential=False, skip=others)
+        pruned = corp.apply(model, made.stats, corp.plan(model, made.stats, alone))
+        keep = pruned.plan.sites[0].keep
+        moved = kl(pruned.model, model, [torch.cat(data)[:32]])
+        assert rate * float(made.curves[name].errors[keep]) == pytest.approx(moved, rel=1e-3)
+
+
+def test_few_samples_of_a_reference_compare_the_same_outputs() -> None:
+    model, data = build("vit"), batches("vit", 3, 20)
+    other = corp.prune(model, data, Recipe(mlp=0.5, sequential=False)).model
+    few = Reference(model, data).few(answers=1000, samples=25)
+    assert [len(batch) for batch in few.batches] == [20, 5]
+    assert few.compare(other).divergence().value == pytest.approx(kl(other, model, [torch.cat(data)[:25]]), rel=1e-5)
+    texts = decoders.batches()
+    length = texts[0]["input_ids"].shape[1]
+    some = Reference(decoders.build("llama"), texts).few(answers=3 * length - 1, samples=25)
+    assert [len(batch["input_ids"]) for batch in some.batches] == [3]
 
 
 def test_trials_leave_nothing_behind_for_the_plan() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from corp.numerics.affine import Folded
 from corp.sites import fingerprint, projection_of
 from corp.surgery.linear import refill
 from corp.surgery.refit.blocks import examine, stream_scales
+from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.repair import correction
-from corp.surgery.refit.replay import blocks_of, drive, stream_of
+from corp.surgery.refit.replay import Block, blocks_of, drive, stream_of
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
 from tests.helpers.kinds import by_kind
@@ -358,8 +360,31 @@ def test_an_iterator_is_refused() -> None:
 
 def test_memory_is_counted_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp.surgery.refit.recording.free_bytes", lambda _device: 1000)
+    recipe = Recipe.paper(mlp=0.5, sequential=True, sequential_samples=40)
     with pytest.raises(PlanError, match=r"hidden states of the refit need .*MB, 1000B are free.*fewer samples"):
-        models.prune(models.build("vit"), models.batches("vit"), Recipe.paper(mlp=0.5, sequential=True))
+        models.prune(models.build("vit"), models.batches("vit"), recipe)
+
+
+def test_where_memory_is_short_the_refit_takes_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = models.build("vit"), models.batches("vit", count=6, size=20)
+    whole = models.prune(model, data, Recipe.paper(mlp=0.5, sequential=True)).plan.why["refit"]["samples"]
+    monkeypatch.setattr("corp.surgery.refit.recording.free_bytes", lambda _device: 1000)
+    short = models.prune(model, data, Recipe.paper(mlp=0.5, sequential=True)).plan.why["refit"]["samples"]
+    assert (whole, short) == (120, 20)  # one batch has to do
+
+
+def block_of(tokens: int, inputs: int, read: int) -> Block:
+    site: Any = SimpleNamespace(inputs=inputs)
+    return Block("blocks.0", True, (site,), (), tokens, True, read=read)
+
+
+def test_the_refit_takes_as_many_samples_as_have_enough_tokens() -> None:
+    recipe = Recipe(mlp=0.5)
+    assert samples_wanted(recipe, [block_of(16, 64, 16)]) == 65_536 // 16  # short texts: many of them
+    assert samples_wanted(recipe, [block_of(16, 2048, 16)]) == 64 * 2048 // 16  # a wide layer needs more
+    assert samples_wanted(recipe, [block_of(197, 768, 1)]) == 512  # of each image one token is read
+    assert samples_wanted(recipe, [block_of(4096, 768, 1)]) == 2 * 16  # of large ones twice the tokens have to do
+    assert samples_wanted(Recipe(mlp=0.5, sequential_samples=7), [block_of(197, 768, 1)]) == 7
 
 
 def test_samples_are_spread_over_the_data(driven: dict[tuple[int, str], list[tuple[Tensor, Tensor]]]) -> None:

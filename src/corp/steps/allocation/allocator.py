@@ -26,7 +26,7 @@ from corp.planning.widths import width_of
 from corp.recipe import KINDS, SUBSPACE, UNIFORM, Recipe, kept_width
 from corp.sites import Sites, projection_at
 from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
-from corp.steps.allocation.curves import Curve, allocate, site_curves, usual_power
+from corp.steps.allocation.curves import Curve, allocate, rated, site_curves, usual_power, weighted
 from corp.steps.allocation.latency import Clock, Time
 
 ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast enough
@@ -40,6 +40,7 @@ class Way(NamedTuple):
     power: float | None = None  # of the stream's energy, by which errors are divided
     output: float | None = None  # the share of the output head's rank that is removed
     spread: float | None = None  # times the equal share that one MLP may lose
+    rates: Mapping[str, float] | None = None  # divergence per unit of error, if it was measured; instead of a power
 
 
 RULES = Way()
@@ -191,9 +192,11 @@ class Allocator:
         else:
             wanted = query_share(asked.mlp) if way.queries is None else way.queries
             power = usual_power(self.curves) if way.power is None else way.power
+            curves = weighted(self.curves, power) if way.rates is None else rated(self.curves, way.rates)
             most = 1.0 if way.spread is None else way.spread * asked.mlp
-            widths, taken = allocate(self.curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), power, most)
-            why |= {"queries": taken, "power": power} | ({} if way.spread is None else {"spread": way.spread})
+            widths, taken = allocate(curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), most)
+            why |= {"queries": taken} | ({"power": power} if way.rates is None else {"measured": True})
+            why |= {} if way.spread is None else {"spread": way.spread}
         return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths)
 
 

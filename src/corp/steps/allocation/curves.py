@@ -102,25 +102,35 @@ def usual_power(curves: Mapping[str, Curve]) -> float:
     return 1.0 if known and max(known) > GROWTH * min(known) else 0.5
 
 
+def weighted(curves: Mapping[str, Curve], power: float) -> dict[str, Tensor]:
+    """Every site's errors, divided by this power of the stream's energy."""
+    return {name: curve.errors / curve.energy**power for name, curve in curves.items()}
+
+
+def rated(curves: Mapping[str, Curve], rates: Mapping[str, float]) -> dict[str, Tensor]:
+    """Every site's errors in units of the divergence that they cause; a site without a rate makes no errors."""
+    return {name: curve.errors * rates.get(name, 1.0) for name, curve in curves.items()}
+
+
 def allocate(
-    curves: Mapping[str, Curve],
+    curves: Mapping[str, Tensor],
     sites: Sites,
     budget: Budget,
     recipe: Recipe,
     equal: Mapping[str, int],
     query_shares: Iterable[float],
-    power: float,
     most: float = 1.0,
 ) -> tuple[dict[str, int], float]:
     """The best widths within the budget, and the first of `query_shares` that leaves room for the other sites.
 
-    `equal` are widths that meet the budget: no floor is above them. No MLP loses more than the share `most`.
+    `curves` are comparable errors of every site at width 0, 1 … D. `equal` are widths that meet the budget: no floor
+    is above them. No MLP loses more than the share `most`.
     """
     shares = list(query_shares)
     for queries in shares:
         fixed = fixed_widths(sites, recipe, queries)
         options = {
-            site.name: _option(site, curves[site.name], budget, recipe, equal[site.name], power, most)
+            site.name: _option(site, curves[site.name], budget, recipe, equal[site.name], most)
             for site in sites
             if site.name in curves and site.name not in fixed
         }
@@ -164,9 +174,7 @@ def fixed_widths(sites: Sites, recipe: Recipe, queries: float) -> dict[str, int]
     }
 
 
-def _option(
-    site: Site, curve: Curve, budget: Budget, recipe: Recipe, equal: int, power: float, of_mlps: float
-) -> Option:
+def _option(site: Site, errors: Tensor, budget: Budget, recipe: Recipe, equal: int, of_mlps: float) -> Option:
     multiple = multiple_of(site, recipe)
     least, most = recipe.limits(site.kind, site.name)
     if isinstance(site, MLPSite):
@@ -176,5 +184,4 @@ def _option(
         floor = max(floor, narrowed(site, most, multiple))
     # In whole multiples already, so that what the floors cost is what the smallest widths cost.
     floor = min(equal, -(-floor // multiple) * multiple)
-    errors = curve.errors / curve.energy**power
     return Option(errors, budget.price(site), floor, narrowed(site, least, multiple), multiple=multiple)

@@ -7,6 +7,7 @@ from typing import Any
 
 from corp.recipe import UNIFORM
 from corp.steps.allocation.allocator import Allocation, Way
+from corp.steps.allocation.sensitivity import can_measure, measure_sensitivities
 from corp.steps.allocation.trials import Trials, climb, described, ends
 
 POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
@@ -36,7 +37,10 @@ class Split:
             start = rule["equal_share"]
             return self._recorded(self.at(self.best_queries(Way(start))), {"queries": start})
         usual = Way(rule["queries"], rule["power"])
-        others = (usual._replace(power=power) for power in POWERS if power != usual.power)
+        others = [usual._replace(power=power) for power in POWERS if power != usual.power]
+        if can_measure(allocator.sites):
+            rates = measure_sensitivities(self.trials, rule["equal_share"])
+            others.append(usual._replace(power=None, rates=rates))
         way = self.best_output(self.best_spread(min((usual, *others), key=self.distance)))
         way = self.best_queries(way)
         equal = allocator.allocate(replace(recipe, allocate=UNIFORM), Way(output=way.output))
@@ -89,10 +93,12 @@ class Split:
         if widths not in self.known:
             divergence, why = self.trials.compare(found).divergence(), found.why["allocation"]
             self.known[widths] = divergence.value
-            how = {key: why[key] for key in ("queries", "power", "spread") if key in why} or {"allocate": UNIFORM}
+            told = ("queries", "power", "measured", "spread")
+            how = {key: why[key] for key in told if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": divergence.value, **ends(divergence)})
             name = f"{how['queries']:.1%} of Q/K" if "queries" in how else "equal shares"
             name += f", power {how['power']:g}" if "power" in how else ""
+            name += ", measured sensitivities" if "measured" in how else ""
             name += f", MLPs at most {how['spread']:g} times the equal share" if "spread" in how else ""
             if found.rank is not None:
                 self.tried[-1]["output_rank"], name = found.rank, f"{name}, output head of rank {found.rank}"

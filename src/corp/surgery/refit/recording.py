@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from corp.calibration.batches import Forward, enumerate_batches, move, placement, run, size_of, without_cache
@@ -18,13 +17,22 @@ from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.surgery.refit.replay import Block, Passage, Run, record, refusal
 
-SAMPLES, TOKENS = 256, 65_536  # that the streams hold where the recipe does not say: whichever is fewer
+TOKENS, PER_INPUT = 65_536, 64  # that the streams hold if the recipe does not say: at least, and per layer input
+READ_SAMPLES = 512  # if only some tokens of each are read, such as a class token: these samples, for twice the tokens
 STREAMS = 4  # hidden states held of every sample, beside the outputs of a block's sites and the input of its last
 
 
 def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
     """How many samples the refit takes, if there are that many."""
-    return recipe.sequential_samples or min(SAMPLES, math.ceil(TOKENS / max(block.tokens for block in blocks)))
+    if recipe.sequential_samples:
+        return recipe.sequential_samples
+    enough = math.ceil(tokens_wanted(blocks) / max(block.tokens for block in blocks))
+    return min(READ_SAMPLES, 2 * enough) if any(block.read < block.tokens for block in blocks) else enough
+
+
+def tokens_wanted(blocks: Sequence[Block]) -> int:
+    """How many tokens a stable refit of the widest layer takes."""
+    return max(TOKENS, PER_INPUT * max((site.inputs for block in blocks for site in block.sites), default=0))
 
 
 @dataclass
@@ -37,6 +45,8 @@ class Recorder:
     recipe: Recipe
     available: int
     passages: list[Passage] = field(default_factory=list)
+    tokens: int = 0
+    affordable: float = math.inf  # samples that half of the free memory holds, known once a batch was recorded
 
     @property
     def wanted(self) -> int:
@@ -46,8 +56,15 @@ class Recorder:
     def seen(self) -> int:
         return sum(passage.samples for passage in self.passages)
 
+    @property
+    def full(self) -> bool:
+        """Whether enough is recorded: fewer samples if they are longer than the first ones, or if memory is short."""
+        if self.recipe.sequential_samples:
+            return self.seen >= self.wanted
+        return self.seen >= min(self.wanted, self.affordable) or self.tokens >= 2 * tokens_wanted(self.blocks)
+
     def wants(self, index: int) -> bool:
-        return self.seen < self.wanted and index % max(1, self.available // self.wanted) == 0
+        return not self.full and index % max(1, self.available // self.wanted) == 0
 
     def record(self, batch: Any, run_model: Run) -> None:
         """Run the model on the batch, once, and record its blocks' calls."""
@@ -56,9 +73,12 @@ class Recorder:
             raise refusal("its blocks run in another order from batch to batch")
         passage.first, passage.samples = self.seen, size_of(batch)
         self.passages.append(passage)
+        self.tokens += max(math.prod(x.shape[:2]) for x in passage.starts.values())
         if not passage.first:
-            device, _ = placement(self.model)
-            _require_memory(passage, self.blocks, min(self.wanted, self.available) / passage.samples, device)
+            each, free = _bytes_held(passage, self.blocks) / passage.samples, free_bytes(placement(self.model)[0])
+            self.affordable = free / 2 / each
+            if self.recipe.sequential_samples:
+                _require_memory(int(each * min(self.wanted, self.available)), free)
 
 
 def record_batches(
@@ -78,15 +98,18 @@ def record_batches(
         with without_cache(model):
             recorder.record(batch, lambda given=given: run(model, given, forward))  # type: ignore[misc]
         advance(recorder.passages[-1].samples)
-        if recorder.seen >= recorder.wanted:
+        if recorder.full:
             break
     return recorder.passages
 
 
-def _require_memory(passage: Passage, blocks: Sequence[Block], batches: float, device: torch.device) -> None:
+def _bytes_held(passage: Passage, blocks: Sequence[Block]) -> float:
+    """What the refit holds of one batch."""
     outputs = max(len(block.sites) + _widest(block) for block in blocks)
-    size = max(x.numel() * x.element_size() for x in passage.starts.values())
-    need, free = int(size * batches * (STREAMS + outputs)), free_bytes(device)
+    return max(x.numel() * x.element_size() for x in passage.starts.values()) * (STREAMS + outputs)
+
+
+def _require_memory(need: int, free: int) -> None:
     if need > free:
         raise PlanError(
             f"the hidden states of the refit need {human(need)}, {human(free)} are free; "
