@@ -162,3 +162,55 @@ def test_padding_counts_the_same_when_an_attention_is_replayed() -> None:
     ids = torch.randint(1, 30, (8, 9), generator=seeded(1))
     ids[:3, 5:] = 0
     check_model(Pooled().double().eval(), {"ids": ids}, show=None).require()
+
+
+class Gate(nn.Module):
+    """Both halves of a gated MLP, in a module of their own whose layer is called like a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(D, 80)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.proj(x).chunk(2, -1)
+        out: Tensor = value * F.gelu(gate)
+        return out
+
+
+def gated() -> nn.Module:
+    return nn.Sequential(Gate(), nn.Dropout(0.1), nn.Linear(40, D))
+
+
+def test_a_gate_in_a_module_of_its_own_is_found() -> None:
+    sites = corp.find_sites(stack(lambda: Block(gated)))
+    assert [(site.name, site.width) for site in sites.mlp] == [("blocks.0.mlp", 40), ("blocks.1.mlp", 40)]
+    assert {site.name for site in sites.mlp} <= sites.proven
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank addition, as LoRA wraps it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def test_wrapped_layers_are_refused_by_what_they_are() -> None:
+    model: Any = stack(Block)
+    for block in model.blocks:
+        block.attn.qkv = Adapted(block.attn.qkv)
+        nn.utils.parametrizations.weight_norm(block.mlp[0])
+    reasons = {(r.name, r.kind): r.reason for r in corp.find_sites(model).refused}
+    assert reasons["blocks.0.attn", "attn"] == f"qkv is a {__name__}.Adapted, not a plain linear layer"
+    assert reasons["blocks.0.attn.out", "vo"] == reasons["blocks.1.attn", "attn"]
+    assert reasons["blocks.0.mlp", "mlp"].endswith("ParametrizedLinear, not a plain linear layer")
+
+
+def test_a_share_of_what_the_model_has_not_is_told() -> None:
+    model = nn.Sequential(*(mlp() for _ in range(2))).double()
+    result = corp.prune(model, batches(), corp.Recipe(mlp=0.5, attn=0.5, sequential=False))
+    assert "attn=0.5 changes nothing: no queries and keys were found in this model" in result.plan.notes
