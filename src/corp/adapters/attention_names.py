@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.linears import is_linear
+from corp.sites import Refusal
 
 _AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_|projection_|project_|att_proj_)?{}"
 _AFFIX += r"(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
@@ -66,6 +67,24 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
     else:
         down = _beside(model, name)
     return Parts(name, tuple(makers), down)
+
+
+def wrapped(model: nn.Module) -> Iterator[Refusal]:
+    """Attentions whose queries, keys or values are made by something else than a linear layer (LoRA, a convolution)."""
+    for name, module in model.named_modules():
+        if _parts(model, name, module) is not None:
+            continue
+        makers = {path: child for path, child in module.named_children() if path != "attn" and letters_of(path)}
+        odd = [path for path, child in makers.items() if not is_linear(child) and _has_matrix(child)]
+        if odd and sorted("".join(map(letters_of, makers))) == ["k", "q", "v"]:
+            cls = type(makers[odd[0]])
+            reason = f"{odd[0]} is a {cls.__module__}.{cls.__name__}, not a plain linear layer"
+            yield Refusal(name, "attn", reason)
+            yield Refusal(f"{name}.out" if name else "out", "vo", reason)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _near(path: str) -> bool:

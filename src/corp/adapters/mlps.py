@@ -69,10 +69,10 @@ def mlps(model: nn.Module, taken: set[str], blocks: tuple[str, ...] = ()) -> Ite
                 del here[name], free[name]
             site = _site_name(model, home, down, sites)
             sites.add(site)
-            if between := per_channel(model, home, ups, down):
-                yield Refusal(site, "mlp", f"{between} has parameters of its own for every hidden channel")
-            else:
-                yield _mlp(model, site, ups, down)
+            made = _mlp(model, site, ups, down)
+            if not isinstance(made, Refusal) and (between := per_channel(model, home, ups, down)):
+                made = Refusal(site, "mlp", f"{between} has parameters of its own for every hidden channel")
+            yield made
 
 
 def in_scope(model: nn.Module, name: str) -> bool:
@@ -89,11 +89,19 @@ def in_scope(model: nn.Module, name: str) -> bool:
 
 
 def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
-    """(ups, down) among the layers of a module, in order; names of a second layer come before the others."""
+    """(ups, down) among the layers of a module; names of a second layer count first, and then the order alone.
+
+    The order decides where the first one is called like a second (`net.0.proj` before `net.2`).
+    """
+    last = [name for name in here if _DOWN.match(_tail(name))]
+    return _fitting(here, last) or (_fitting(here, []) if last else None)
+
+
+def _fitting(here: dict[str, nn.Module], last: list[str]) -> tuple[tuple[str, ...], str] | None:
+    """(ups, down) by their shapes; layers in `last` are no ups."""
     if len(here) < 2:
         return None
     names = list(here)
-    last = [n for n in names if _DOWN.match(_tail(n))]
     order = last + [n for n in reversed(names) if n not in last]
     for down in order:
         hidden, width = in_features(here[down]), out_features(here[down])

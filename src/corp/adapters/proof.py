@@ -9,24 +9,22 @@ of the architecture, not of its weights.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from corp.adapters.symmetry import Change, compared, made_by, noise, other_queries, transformed, undone
 from corp.calibration.batches import evaluating, uncompiled, without_cache
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.threads import here
-from corp.sites import AttentionSite, MLPSite, Rows, Site, ValueSite
+from corp.sites import AttentionSite, MLPSite, Rows, Site
 
 Run = Callable[[], Any]
-Change = Callable[[Tensor], Tensor]
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -69,17 +67,6 @@ def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
     return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends, attentions)))
 
 
-def made_by(site: Site) -> tuple[Rows, ...]:
-    """The rows whose outputs are the site's channels or dimensions."""
-    if isinstance(site, MLPSite):
-        return site.up
-    if isinstance(site, ValueSite):
-        return (site.v,)
-    if site.norm is not None:  # one head: its norm sees them one by one
-        return Rows(site.norm.q, 0, site.width), Rows(site.norm.k, 0, site.width)
-    return site.q, site.k
-
-
 def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
     """Run the model with random numbers for what its layers make, transformed for `sites`.
 
@@ -88,7 +75,7 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
     for site in sites:
-        for rows, change in _other_queries(site) if control else transformed(site):
+        for rows, change in other_queries(site) if control else transformed(site):
             changes.setdefault(rows.module, []).append((rows, change))
     handles = []
     for name in places.makers:
@@ -162,12 +149,6 @@ def _kernel(name: str, trial: Trial) -> Any:
     return see
 
 
-def noise(name: str, like: Tensor) -> Tensor:
-    """Normal numbers in the shape of `like`, the same for the same name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32).to(like.device, like.dtype)
-
-
 def tensors(output: Any) -> Iterator[Tensor]:
     """All tensors of real numbers in what a model returns."""
     if isinstance(output, Tensor):
@@ -181,104 +162,21 @@ def tensors(output: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-# What is done to the outputs of a site's layers, and how it is undone where they are consumed.
-
-
-def transformed(site: Site) -> list[tuple[Rows, Change]]:
-    if isinstance(site, MLPSite):
-        order, changed = _channels(site)
-
-        def shuffle(x: Tensor, seed: int) -> Tensor:
-            x = torch.where(changed.to(x.device), noise(f"{site.name}/{seed}", x), x)
-            return x[..., order.to(x.device)]
-
-        return [(rows, partial(shuffle, seed=i)) for i, rows in enumerate(site.up)]
-    if isinstance(site, ValueSite):
-        return [(site.v, lambda x: by_head(x, value_maps(site)))]
-    A = query_maps(site)[: 1 if site.norm else None]  # (K, d, d), or one for all heads
-    back = torch.linalg.inv(A).mT
-    shared = 1 if site.norm else site.heads // site.groups
-    q, k = made_by(site)
-    return [(q, lambda x: by_head(x, A.repeat_interleave(shared, 0))), (k, lambda x: by_head(x, back))]
-
-
-def _other_queries(site: Site) -> list[tuple[Rows, Change]]:
-    """Not scaled ones: a norm would hide that."""
-    return [(made_by(site)[0], lambda x: noise(f"{site.name}/control", x))] if isinstance(site, AttentionSite) else []
-
-
-def undone(site: Site, z: Tensor) -> Tensor:
-    """What a consuming layer took in a trial, in terms of the one without."""
-    if isinstance(site, MLPSite):
-        return torch.empty_like(z).index_copy(-1, _channels(site)[0].to(z.device), z)
-    if isinstance(site, ValueSite):
-        back = torch.linalg.inv(value_maps(site))
-        return by_head(z, back.repeat_interleave(site.heads // site.groups, 0))
-    return z
-
-
-def compared(site: Site, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts that must agree: of an MLP the channels that were not changed."""
-    if isinstance(site, MLPSite):
-        same = ~_channels(site)[1].to(before.device)
-        return before[..., same], after[..., same]
-    return before, after
-
-
-def _channels(site: MLPSite) -> tuple[Tensor, Tensor]:
-    """A permutation (D,), and which channels are changed (D,), about half of them."""
-    generator = torch.Generator().manual_seed(site.width)
-    order = torch.randperm(site.width, generator=generator)
-    order = order if site.width > 2 else order.sort().values.flip(0)  # of two, not the identity
-    changed = torch.randperm(site.width, generator=generator) < site.width // 2
-    return order, changed
-
-
-def value_maps(site: ValueSite) -> Tensor:
-    return torch.stack([_mixing(site.width, g) for g in range(site.groups)])
-
-
-def query_maps(site: AttentionSite) -> Tensor:
-    """(K, d, d): any map of plain dimensions; of rotary pairs one that rotates and scales each."""
-    return torch.stack([_query_map(site, g) for g in range(site.groups)])
-
-
-def _query_map(site: AttentionSite, g: int) -> Tensor:
-    generator = torch.Generator().manual_seed(g)
-    p = site.rotary_dims // 2
-    angle, size = (torch.rand(p, generator=generator, dtype=torch.float64) for _ in range(2))
-    re, im = (torch.diag((0.6 + size) * part) for part in ((6.28 * angle).cos(), (6.28 * angle).sin()))
-    pairs = torch.cat([torch.cat([re, -im], 1), torch.cat([im, re], 1)])  # (2p, 2p)
-    return torch.block_diag(pairs, _mixing(site.plain_width, g)) if site.plain_width else pairs
-
-
-def _mixing(d: int, seed: int) -> Tensor:
-    """A well-conditioned map (d, d) that is neither orthogonal nor diagonal."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    Q, _ = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))
-    scaled: Tensor = Q * (0.6 + torch.rand(d, generator=generator, dtype=torch.float64))
-    return scaled
-
-
-def by_head(x: Tensor, maps: Tensor) -> Tensor:
-    """x (..., H d) with every head's dimensions mapped by maps (H, d, d)."""
-    maps = maps.to(x.device, torch.float32 if x.dtype != torch.float64 else x.dtype)
-    heads = x.to(maps.dtype).unflatten(-1, (len(maps), -1))
-    return torch.einsum("...hd,hed->...he", heads, maps).flatten(-2).to(x.dtype)
-
-
 def difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:
     """The relative difference at the consuming layer `at`; None where nothing passed."""
     before, after = base.z.get(at, []), trial.z.get(at, [])
     if not before or len(before) != len(after):
         return None if not before and not after else float("inf")
-    error = size = 0.0
     if isinstance(site, MLPSite) and all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
         return float("inf")  # what its layers make does not arrive there
-    for old, new in zip(before, after, strict=True):
-        if old.numel() == 0:
-            continue
-        a, b = (x.double() for x in compared(site, old, undone(site, new)))
+    return distance([compared(site, old, undone(site, new)) for old, new in zip(before, after, strict=True)])
+
+
+def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
+    """How far the second tensors are from the first, relative to their size; None where all are zero or empty."""
+    error = size = 0.0
+    for old, new in pairs:
+        a, b = old.double(), new.double()
         error, size = error + float((a - b).square().sum()), size + float(a.square().sum())
     if size == 0:
         return None if error == 0 else float("inf")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.alone import Found, try_alone
-from corp.adapters.attention_names import attentions
+from corp.adapters.attention_names import attentions, wrapped
 from corp.adapters.examples import examples
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
@@ -35,7 +35,7 @@ def search(
             fixed.append(one)
     claims = list(_claims(model, fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
-    refused += latent_attentions(model)
+    refused += [*latent_attentions(model), *wrapped(model)]
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
     taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
     taken |= {claim.parts.down for claim in claims if claim.parts.down}

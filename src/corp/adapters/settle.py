@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.mlps import packings
-from corp.adapters.proof import Run, Trial, attempt, difference, made_by, places_of, same_output, tolerance
+from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output, tolerance
 from corp.adapters.structure import Claim
+from corp.adapters.symmetry import made_by
 from corp.calibration.batches import placement
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
@@ -203,7 +204,10 @@ class _Work:
         outcome.proven.add(site.name)
 
     def together(self, outcome: Outcome) -> None:
-        """All proven sites at once: the model must end as it did, or something else uses what their layers make."""
+        """All proven sites at once: layers of no site and the model's end must take what they did.
+
+        Otherwise something else uses what the sites' layers make.
+        """
         tried = [site for site in outcome.sites if site.name in outcome.proven]
         for site in self._culprits(tried):
             outcome.sites.remove(site)
@@ -213,12 +217,20 @@ class _Work:
 
     def _culprits(self, sites: list[Site]) -> list[Site]:
         """By halves, and only where something is wrong."""
-        if not sites or same_output(self.base, self.attempt(sites)):
+        if not sites or self._apart(sites, self.attempt(sites)):
             return []
         if len(sites) == 1:
             return sites
         half = len(sites) // 2
         return [*self._culprits(sites[:half]), *self._culprits(sites[half:])]
+
+    def _apart(self, sites: Sequence[Site], trial: Trial) -> bool:
+        """Whether what these sites make reaches their own consuming layers only."""
+        own = {self.at(site) for site in sites if not isinstance(site, AttentionSite)}
+        others = [
+            list(zip(z, trial.z.get(name, []), strict=False)) for name, z in self.base.z.items() if name not in own
+        ]
+        return same_output(self.base, trial) and all((distance(pairs) or 0) <= self.limit for pairs in others)
 
 
 def _same_layout(site: AttentionSite, chosen: Padded | None) -> bool:

@@ -165,9 +165,12 @@ class Collector:
         angles: list[tuple[Tensor, Tensor]] = []
 
         def after(module: str, output: Tensor) -> None:
+            nonlocal seen
             for side, rows in (("q", site.q), ("k", site.k)):
                 if rows.module == module:
                     seen[side] = output[..., rows.index]
+            if len(seen) == 1:  # the other one comes later, and this one may be scaled in place before
+                seen = {side: x.clone() for side, x in seen.items()}
             if len(seen) == 2:
                 q, k = seen.pop("q"), seen.pop("k")
                 q, k = as_batch(q[:, None] if q.dim() < k.dim() else q), as_batch(k)  # one query, of a class token

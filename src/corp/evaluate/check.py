@@ -241,7 +241,7 @@ def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | N
     seen: list[Tensor] = []
 
     def see(x: Tensor, mask: Tensor | None) -> None:
-        seen.append(real_tokens(x, mask))
+        seen.append(real_tokens(x, mask).clone())
 
     collector = Collector([site], {})
     with collector.hooks(model) as handles:

@@ -36,7 +36,7 @@ class _Watcher(Collector):
         self.seen: list[Heads] = []
 
     def add(self, _site: AttentionSite, heads: Heads) -> None:
-        self.seen.append(heads)
+        self.seen.append(heads._replace(q=heads.q.clone(), k=heads.k.clone()))  # attention may scale them in place
 
 
 def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:

@@ -34,7 +34,7 @@ class Inputs:
         """Inside, one forward pass of the model is written down."""
 
         def hook(name: str) -> Any:
-            return lambda _module, args, kwargs: self.calls[name].append(_copied((args, kwargs)))
+            return lambda _module, args, kwargs: self.calls[name].append(_copied((args, kwargs), {}))
 
         with self._before(model, hook):
             yield
@@ -60,13 +60,18 @@ class Inputs:
             yield
 
 
-def _copied(value: Any) -> Any:
-    """Tensors of real numbers in what a module is called with; all else is None."""
+def _copied(value: Any, made: dict[int, Tensor]) -> Any:
+    """Tensors of real numbers in what a module is called with; all else is None.
+
+    One tensor has one copy, in `made`: queries that are their own keys are still so in the replay.
+    """
     if isinstance(value, Tensor):
-        return value.detach().clone() if value.is_floating_point() else None
+        if not value.is_floating_point():
+            return None
+        return made.setdefault(id(value), value.detach().clone())
     if isinstance(value, tuple | list):
-        return tuple(map(_copied, value))
-    return {key: _copied(one) for key, one in value.items()} if type(value) is dict else None
+        return tuple(_copied(one, made) for one in value)
+    return {key: _copied(one, made) for key, one in value.items()} if type(value) is dict else None
 
 
 def _exchanged(value: Any, known: Any) -> Any:

@@ -11,6 +11,7 @@ from corp.errors import PlanError, RecipeError
 from corp.recipe import AUTO, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
 
+NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
 EXPERTS = 8  # of a number that has two bytes or more
 
 
@@ -34,6 +35,19 @@ def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
     return [
         f"{lost[0].name}{more} keep their width of {lost[0].width}: {width_of(lost[0], sites, exact)} would be rounded "
         f"up to it, because odd widths are slow; remove more, or give round_to=1"
+    ]
+
+
+def not_found(sites: Sites, recipe: Recipe) -> list[str]:
+    """A sentence for every kind that the recipe has a share for and the model no site of."""
+    kinds = {entry.kind for entry in (*sites, *sites.refused)}
+    asked = {} if recipe.has_target else {kind: getattr(recipe, kind) for kind in NAMES}
+    lost = [layer for layer in sites.layers if layer.reason.endswith("that was recognised")]
+    some = f"; {len(lost)} layers of its blocks were not recognised: {lost[0].name}, …" if lost else ""
+    return [
+        f"{kind}={share:g} changes nothing: no {NAMES[kind]} were found in this model{some}"
+        for kind, share in asked.items()
+        if share and kind not in kinds
     ]
 
 

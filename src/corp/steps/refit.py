@@ -32,7 +32,7 @@ def refit(
     work = Repair(dense.model, copy.deepcopy(result.model), recipe, place)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)
-    require_whole(work.smaller, blocks[-1], end, lambda: feed(work.smaller, first_batch(batches), forward))
+    require_whole(work.smaller, blocks, end, lambda: feed(work.smaller, first_batch(batches), forward))
     samples = sum(passage.samples for passage in passages)
     record = {"samples": samples, "read": {block.name: block.read for block in blocks if block.ends}}
     why = {**result.plan.why, "refit": {**record, "layers": work.corrected}}

@@ -26,7 +26,7 @@ from corp.surgery.linear import refill
 from corp.surgery.refit.blocks import examine, stream_scales
 from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.repair import correction
-from corp.surgery.refit.replay import Block, blocks_of, drive, stream_of
+from corp.surgery.refit.replay import Block, blocks_of, close, drive, stream_of
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
 from tests.helpers.kinds import by_kind
@@ -483,3 +483,11 @@ def test_a_giant_token_does_not_drown_the_others() -> None:
         pairs = zip(*(list(block_outputs(one, data).values())[-1] for one in (made.model, model)), strict=True)
         lost.append(sum(float((a - b)[:, 1:].square().sum()) / float(b[:, 1:].square().sum()) for a, b in pairs))
     assert lost[1] < 0.9 * lost[0]
+
+
+def test_rounding_in_half_precision_grows_with_the_blocks_it_passes() -> None:
+    noise, stream = (torch.randn(64, 32, generator=seeded(i)) for i in (1, 2))
+    streams = stream.bfloat16(), (stream + 0.015 * noise).bfloat16()
+    assert not close(*streams)
+    assert close(*streams, blocks=6)
+    assert not close(stream, stream + 1e-3 * noise, blocks=6)

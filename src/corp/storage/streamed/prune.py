@@ -214,7 +214,7 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
     with smaller.visiting():
         if walk.refits:
             end = store.read_stream(PRUNED, count, 0, walk.presence.weights.device)
-            require_whole(smaller.model, walk.blocks[-1], end, lambda: feed(smaller.model, first, walk.forward))
+            require_whole(smaller.model, walk.blocks, end, lambda: feed(smaller.model, first, walk.forward))
         report = _report(walk, smaller.model, plan, first)
     return Result(smaller.model, plan, report, walk.origin), smaller
 

@@ -98,7 +98,7 @@ def find_junctions(
     def watch(inner: str, module: nn.Module) -> Any:
         def after(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == hidden.shape:
-                met[inner] = args[0], output
+                met[inner] = args[0].clone(), output.clone()
 
         return module.register_forward_hook(here(after))
 

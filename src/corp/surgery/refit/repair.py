@@ -228,15 +228,16 @@ def _added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
     return (y + _tokens(x) @ W.mT.to(y) + b.to(y)).view_as(output).to(output.dtype)
 
 
-def require_whole(model: nn.Module, last: Block, expected: Tensor, run_model: Run) -> None:
+def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, run_model: Run) -> None:
     """The refitted model, run as a whole, must end in the stream that the refit left it with."""
     found: list[Tensor] = []
+    last = blocks[-1]
     hook = model.get_submodule(last.name).register_forward_hook(
         here(lambda _m, _a, output: found.append(stream_of(output)))
     )
     with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
         run_model()
-    if not found or not close(found[0], expected):
+    if not found or not close(found[0], expected, len(blocks)):
         raise ModelError(
             f"self-check: the refitted model does not end where its refit ended ({last.name}). The model is not "
             "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
