@@ -89,7 +89,7 @@ def test_inspect_names_what_cannot_be_pruned() -> None:
     assert {entry["kind"] for entry in content["refused"]} == {"attn", "vo"}
     assert all(entry["reason"].startswith("tried out on the model") for entry in content["refused"])
     assert sum(content["coverage"].values()) == pytest.approx(1)
-    assert "of the parameters" in run("inspect", "xcit_nano_12_p8_224").output
+    assert "in layers that cannot be pruned" in run("inspect", "xcit_nano_12_p8_224").output
 
 
 def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:

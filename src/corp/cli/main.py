@@ -83,8 +83,12 @@ COMMANDS = {
     ),
     "export": Entry(
         "export:export",
-        "Write a pruned model so that it loads without corp: timm, transformers, ONNX or PT2.",
-        ("corp export small/ -o timm-model/", "corp export small/ --to onnx -o onnx-model/"),
+        "Write a pruned model for use without corp: timm, transformers, ONNX, PT2, vLLM or GGUF.",
+        (
+            "corp export small/ --to onnx -o onnx-model/",
+            "corp export small/ --profile compat -o timm-model/",
+            "corp export small/ --to gguf -o gguf-model/",
+        ),
     ),
     "inspect": Entry(
         "inspect:inspect",
@@ -116,7 +120,17 @@ def load_command(name: str) -> Any:
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     examples = "Examples:\n\n" + "\n".join(f"  {line}" for line in entry.examples)
     alone.command(name, epilog=examples)(getattr(import_module(f"corp.cli.{module}"), function))
-    return typer.main.get_command(alone)
+    made: Any = typer.main.get_command(alone)
+    for (
+        parameter
+    ) in made.params:  # --help shows MODEL, as the texts do, no type beside a switch, one of a list's values
+        if parameter.param_type_name == "argument":
+            parameter.metavar = parameter.name.upper()
+        elif parameter.is_flag:
+            parameter.metavar = ""
+        elif parameter.multiple:
+            parameter.metavar = "<glob>" if parameter.name in ("skip", "override") else "<path>"
+    return made
 
 
 class LazyGroup(TyperGroup):

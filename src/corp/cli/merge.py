@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, progress
 from corp.errors import StatisticsError
 
@@ -19,9 +20,8 @@ def merge(
 ) -> None:
     """Add the statistics of several folders into one."""
     from corp.calibration import statistics
-    from corp.cli.inputs import require_output
 
-    require_output(out, overwrite=False)
+    early.require_output(out, overwrite=False)
     if len(parts) < 2:
         raise StatisticsError("merging takes at least two folders of statistics: corp merge ONE TWO -o OUT")
     with progress(f"merging {len(parts)} folders", None, ""):
