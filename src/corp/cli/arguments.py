@@ -31,9 +31,7 @@ def option(text: str, panel: str, *spelled: str, **extra: Any) -> Any:
     return typer.Option(*spelled, help=text, rich_help_panel=panel, **extra)
 
 
-Model = Annotated[
-    str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.", show_default=False)
-]
+Model = Annotated[str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.")]
 Weights = Annotated[
     Path | None,
     option(
@@ -48,10 +46,9 @@ Calib = Annotated[
         "Calibration data: a folder of unlabelled images, or a file or folder of texts "
         "(.txt, .jsonl, .csv, .tsv, .parquet, a datasets folder). May be repeated.",
         DATA,
-        show_default=False,
     ),
 ]
-Stats = Annotated[Path | None, option("Statistics from corp calibrate, instead of --calib.", DATA, show_default=False)]
+Stats = Annotated[Path | None, option("Statistics from corp calibrate, instead of --calib.", DATA)]
 Samples = Annotated[
     int | None,
     option(
@@ -81,9 +78,7 @@ Pack = Annotated[
 Chat = Annotated[
     bool, option("Treat records as conversations and apply the tokenizer's chat template.", DATA, "--chat")
 ]
-Tokenizer = Annotated[
-    str | None, option("Folder of the tokenizer, if it is not with the model.", DATA, show_default=False)
-]
+Tokenizer = Annotated[str | None, option("Folder of the tokenizer, if it is not with the model.", DATA)]
 SampleTokens = Annotated[
     str,
     option(
@@ -115,10 +110,10 @@ Memory = Annotated[
         show_default="all",
     ),
 ]
-OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o", show_default=False)]
+OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o")]
 Overwrite = Annotated[bool, option("Replace the output if it exists.", OUTPUT, "--overwrite")]
 Json = Annotated[bool, option("Print JSON instead of tables.", OUTPUT, "--json")]
-PrunedFolder = Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.", show_default=False)]
+PrunedFolder = Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.")]
 
 
 @dataclass(frozen=True)
@@ -173,11 +168,7 @@ class Deployment:
 
     deploy_data: Annotated[
         list[Path],
-        option(
-            "Unlabelled data like that in use: report how every site's statistics differ from --calib.",
-            DATA,
-            show_default=False,
-        ),
+        option("Unlabelled data like that in use: report how every site's statistics differ from --calib.", DATA),
     ] = field(default_factory=list)
     mix_deploy: Annotated[
         bool,

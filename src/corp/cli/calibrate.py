@@ -16,9 +16,7 @@ from corp.cli.expand import expanded
 def calibrate(
     source: a.Source,
     collection: a.Collection,
-    out: Annotated[
-        Path, a.option("Folder of statistics to write; it must not exist.", a.OUTPUT, "--out", "-o", show_default=False)
-    ],
+    out: Annotated[Path, a.option("Folder of statistics to write; it must not exist.", a.OUTPUT, "--out", "-o")],
     offload: Annotated[
         Literal["cpu", "disk"] | None,
         a.option("Keep the weights on the CPU or on disk; each layer moves to the device when it runs.", a.MACHINE),

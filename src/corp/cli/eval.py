@@ -20,18 +20,12 @@ MAPS, TEXTS = "Segmentation and depth", "Texts"  # panels
 
 @command
 def evaluate(
-    models: Annotated[
-        list[str], typer.Argument(help="timm names, hf:FOLDERs or folders that corp saved.", show_default=False)
-    ],
-    data: Annotated[
-        list[Path] | None, typer.Option(help="Folder of images, or texts; may be repeated.", show_default=False)
-    ] = None,
+    models: Annotated[list[str], typer.Argument(help="timm names, hf:FOLDERs or folders that corp saved.")],
+    data: Annotated[list[Path] | None, typer.Option(help="Folder of images, or texts; may be repeated.")] = None,
     dense: Annotated[
         str | None, typer.Option(help="The model to compare with.", show_default="the first of several")
     ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Weights file of the dense model, or else of the first.", show_default=False)
-    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Weights file of the dense model, or else of the first.")] = None,
     labels: Annotated[
         str | None,
         typer.Option(help="CSV of file,label, or none for no labels.", show_default="sub-folders or synset ids"),
@@ -44,9 +38,7 @@ def evaluate(
     task: Annotated[
         Literal["segmentation", "depth"] | None, a.option("What the maps show.", MAPS, show_default="the head's")
     ] = None,
-    head: Annotated[
-        Path | None, a.option("Head for the backbones (.safetensors), from corp probe.", MAPS, show_default=False)
-    ] = None,
+    head: Annotated[Path | None, a.option("Head for the backbones (.safetensors), from corp probe.", MAPS)] = None,
     image_size: Annotated[
         str | None, a.option("HEIGHTxWIDTH; images are not cropped.", MAPS, show_default="the head's")
     ] = None,
@@ -55,18 +47,13 @@ def evaluate(
     ] = None,
     depth_scale: Annotated[float, a.option("Units per metre in depth maps: 1000 for millimetres.", MAPS)] = 1.0,
     stride: Annotated[
-        int | None,
-        a.option("Perplexity: tokens from one window to the next.", TEXTS, min=1, show_default="no overlap"),
+        int | None, a.option("Perplexity: tokens from one window to the next.", TEXTS, min=1, show_default="no overlap")
     ] = None,
     per_document: Annotated[
         bool, a.option("Perplexity: score every document by itself, after BOS.", TEXTS, "--per-document")
     ] = False,
-    sts: Annotated[
-        Path | None, a.option("Encoders: table of scored sentence pairs (STS-B).", TEXTS, show_default=False)
-    ] = None,
-    tasks: Annotated[
-        str | None, a.option("Language models: lm-eval tasks, separated by commas.", TEXTS, show_default=False)
-    ] = None,
+    sts: Annotated[Path | None, a.option("Encoders: table of scored sentence pairs (STS-B).", TEXTS)] = None,
+    tasks: Annotated[str | None, a.option("Language models: lm-eval tasks, separated by commas.", TEXTS)] = None,
     limit: Annotated[int | None, a.option("Examples per task of --tasks.", TEXTS, min=1, show_default="all")] = None,
     text_field: a.TextField = "text",
     seq_len: a.SeqLen = None,

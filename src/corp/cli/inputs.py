@@ -26,13 +26,6 @@ from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
 
 
-def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
-    """The model with the statistics of an earlier calibration, or of one made now."""
-    if stats is not None:
-        return opened(source, recipe), Statistics.load(stats)
-    return calibrated(source, recipe=recipe, settings=settings)
-
-
 def opened(
     source: Source, recipe: Recipe | None = None, settings: Settings | None = None, *, any_size: bool = False
 ) -> nn.Module:

@@ -152,16 +152,8 @@ app = typer.Typer(
 )
 
 
-def _listed(name: str, summary: str) -> None:
-    """Put a command into the list of `corp --help`; what it does is in its own module."""
-
-    @app.command(name, help=summary)
-    def unloaded() -> None:
-        raise AssertionError(f"{name} was called before it was loaded")
-
-
-for _name, _entry in COMMANDS.items():
-    _listed(_name, _entry.summary)
+for _name, _entry in COMMANDS.items():  # listed by `corp --help`, and replaced when they are chosen
+    app.command(_name, help=_entry.summary)(lambda: None)
 
 
 def _version(wanted: bool) -> None:

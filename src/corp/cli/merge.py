@@ -15,8 +15,7 @@ from corp.errors import StatisticsError
 
 @command
 def merge(
-    parts: Annotated[list[Path], typer.Argument(help="Folders of statistics of the same model.", show_default=False)],
-    out: a.OutFolder,
+    parts: Annotated[list[Path], typer.Argument(help="Folders of statistics of the same model.")], out: a.OutFolder
 ) -> None:
     """Add the statistics of several folders into one."""
     from corp.calibration import statistics

@@ -183,8 +183,6 @@ def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
 
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     """Move the model to the device and cast it to the dtype; auto leaves it in its own."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
     device = chosen_device(device)
     try:
         model = model.to(torch.device(device))

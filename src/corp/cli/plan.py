@@ -22,9 +22,7 @@ def plan(
     collection: a.Collection,
     deployment: a.Deployment,
     stats: a.Stats = None,
-    out: Annotated[
-        Path | None, a.option("Also write the plan to this JSON file.", a.OUTPUT, "--out", "-o", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, a.option("Also write the plan to this JSON file.", a.OUTPUT, "--out", "-o")] = None,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
@@ -34,6 +32,7 @@ def plan(
     if out is not None:
         early.require_output_file(out, overwrite=overwrite)
     from corp import api
+    from corp.calibration.statistics import Statistics
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, show_shift
     from corp.planning.site_plan import COLUMNS
@@ -42,7 +41,10 @@ def plan(
     if recipe.min_agreement is not None:
         raise PlanError("--min-agreement is measured while pruning: use corp prune, or give a target")
     settings = collection.settings()
-    dense, statistics = inputs.statistics(source, stats, recipe, settings)
+    if stats is None:
+        dense, statistics = inputs.calibrated(source, recipe=recipe, settings=settings)
+    else:
+        dense, statistics = inputs.opened(source, recipe), Statistics.load(stats)
     watch = DeploymentWatch(source, dense, deployment, settings)
     statistics = watch.calibrated(statistics)
     note(f"planning {inputs.described(source, dense)} {recipe.goal()}, from {statistics.samples} samples")

@@ -45,23 +45,17 @@ def prune(
             "heads (transformers, vllm, gguf). corp export writes the format.",
             a.REMOVE,
             "--for",
-            show_default=False,
         ),
     ] = None,
     eval_data: Annotated[
         list[Path] | None,
-        a.option(
-            "Images or texts to measure on before and after: accuracy, perplexity, closeness.",
-            a.OUTPUT,
-            show_default=False,
-        ),
+        a.option("Images or texts to measure on before and after: accuracy, perplexity, closeness.", a.OUTPUT),
     ] = None,
     eval_samples: Annotated[
         int | None, a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all")
     ] = None,
     head: Annotated[
-        Path | None,
-        a.option("Head that reads the backbone's patches (.safetensors, from corp probe).", a.DATA, show_default=False),
+        Path | None, a.option("Head that reads the backbone's patches (.safetensors, from corp probe).", a.DATA)
     ] = None,
     image_size: Annotated[
         str | None,

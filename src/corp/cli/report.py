@@ -28,9 +28,7 @@ WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp swee
 
 @command
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of corp prune, corp sweep and corp demo.", show_default=False)
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of corp prune, corp sweep and corp demo.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     overwrite: a.Overwrite = False,
     json: a.Json = False,
