@@ -39,11 +39,10 @@ _KEPT = {
 _NOTHING = "no output was written; start the command again"
 # Python arguments that are no fields of the recipe, and what the command line calls them.
 _ARGUMENTS = {
-    "field": "--text-field", "seq_len": "--seq-len", "batch_size": "--batch-size",
-    "max_bad": "--max-bad", "checkpoint_seconds": "--checkpoint-every",
-    **{name: f"--{name}" for name in (
+    "field": "--text-field", "checkpoint_seconds": "--checkpoint-every",
+    **{name: flag(name) for name in (
         "weights", "tokenizer", "samples", "memory", "offload", "device", "dtype", "seed", "overwrite", "profile",
-        "fresh", "to", "quant", "labels",
+        "fresh", "to", "quant", "labels", "seq_len", "batch_size", "max_bad",
     )},
 }  # fmt: skip
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
@@ -121,7 +120,7 @@ def _explained(error: Exception) -> tuple[str, int]:
         return f"the disk is full: {text}. Free some space, or write elsewhere with -o; nothing was left behind", 1
     if isinstance(error, CorpError):
         return in_flags(text), 1
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("corp."):  # those are defects
         return f"{error.name} is not installed: pip install 'corp-prune[all]'", 1
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):  # of torch, a RuntimeError
         return "out of memory; use a smaller --batch-size or fewer --samples", 1
