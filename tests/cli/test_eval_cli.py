@@ -213,7 +213,7 @@ def test_models_that_cannot_share_a_pass_are_refused(
     common = (MODEL, "--weights", weights, "--data", photos, "--device", "cpu")
     other = run(*common, "vit_tiny_patch16_224")
     assert other.exit_code == 1
-    assert "wants its images prepared otherwise" in other.output
+    assert "preprocesses images differently" in other.output
     headless = run(*common, "vit_small_patch14_dinov2")
     assert headless.exit_code == 1
     assert f"{MODEL} 1000, vit_small_patch14_dinov2 0" in headless.output
