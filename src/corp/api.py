@@ -154,7 +154,8 @@ def prune(
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
     run = Run(batches, forward, settings, origin, watch, device)
-    dense = Dense.of(model, recipe, run)
+    with watch.observer.stage("finding what can be pruned", None, ""):
+        dense = Dense.of(model, recipe, run)
     watch.found(dense.sites)
     way = prune_widths if recipe.tokens is None else prune_tokens
     pruned = packed(way(dense, run, recipe, stats))

@@ -202,7 +202,7 @@ def test_the_command_shows_tables_and_says_what_is_missing(stats: Path, tmp_path
 
 def test_bad_requests_end_with_one_message(stats: Path, tmp_path: Path) -> None:
     for args, message in (
-        (("deit_tiny_patch16_224", "--stats", stats, "--calib", tmp_path), "cannot go with it"),
+        (("deit_tiny_patch16_224", "--stats", stats, "--calib", tmp_path), "--stats replaces the data"),
         (("deit_tiny_patch16_224",), "--calib"),
         (("deit_small_patch16_224", "--stats", stats), "in the statistics"),
     ):

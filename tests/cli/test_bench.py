@@ -187,9 +187,9 @@ def test_a_lone_folder_is_compared_with_its_dense_base(pruned: Path) -> None:
     assert small["memory_bytes"]["activations"] < dense["memory_bytes"]["activations"]
     causes = "\n".join(content["causes"])
     assert "blocks.0.attn and 1 more: q/k of 39 beside v of 64" in causes
-    assert "width 39 is no multiple of 8" in causes
+    assert "width 39 is not a multiple of 8" in causes
     assert "--round-to head=8" in causes
-    assert "width 308 is no multiple of 64" in causes
+    assert "width 308 is not a multiple of 64" in causes
     assert "--round-to mlp=64" in causes
 
 
@@ -222,7 +222,7 @@ def test_round_widths_and_mlp_pruning_have_no_causes_either() -> None:
     slow = times(4.9, 6.0)
     assert explain(contender, slow, timing.gain(slow, slow, ideal=1.0)) == []
     (text,) = explain(contender, slow, timing.gain(times(5.0, 10.0), slow, ideal=1.7))
-    assert text.startswith("m: batch 1 is bound by launching operations")
+    assert text.startswith("m: batch 1 is limited by kernel launches")
     assert "4900.00 ms alone but 600.00 ms in a batch of 10" in text
 
 
@@ -234,7 +234,7 @@ def test_inputs_are_those_of_the_model_or_given() -> None:
         bench.common_shape([small, large], None)
     with pytest.raises(ModelError, match="should look like"):
         bench.common_shape([small], "3x-1")
-    with pytest.raises(ModelError, match="does not say what it takes"):
+    with pytest.raises(ModelError, match="does not state its input shape"):
         bench.common_shape([Contender("own", nn.Linear(3, 3), {})], None)
     with pytest.raises(ModelError, match="a forward pass over 2 samples of 3x20x20 failed"):
         bench.measure([small], (3, 20, 20), 2, 6)

@@ -89,7 +89,7 @@ def test_inspect_names_what_cannot_be_pruned() -> None:
     assert {entry["kind"] for entry in content["refused"]} == {"attn", "vo"}
     assert all(entry["reason"].startswith("tried out on the model") for entry in content["refused"])
     assert sum(content["coverage"].values()) == pytest.approx(1)
-    assert "of the parameters" in run("inspect", "xcit_nano_12_p8_224").output
+    assert "in layers that cannot be pruned" in run("inspect", "xcit_nano_12_p8_224").output
 
 
 def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path
 
     both = run("plan", *model, *common, "--calib", photos, "--mlp", 0.5)
     assert both.exit_code == 1
-    assert "cannot go with it" in both.output
+    assert "leave out either --stats or --calib" in both.output
     neither = run("plan", *model, "--mlp", 0.5)
     assert neither.exit_code == 1
     assert "--calib" in neither.output
@@ -272,7 +272,7 @@ def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) 
     assert [(site["site"], site["agrees"]) for site in found["sites"]] == [
         ("blocks.0.attn", True), ("blocks.0.attn.proj", True), ("blocks.0.mlp", True),
     ]  # fmt: skip
-    assert "3 sites do what their weights say" in run("check", out, *data).output
+    assert "all 3 sites compute what their weights predict" in run("check", out, *data).output
     assert "is not a folder that corp saved" in failure("check", photos / "no-such", *data)
     tensors = load_file(out / "model.safetensors")
     tensors["blocks.0.mlp.fc1.weight"] *= 1.5  # still a valid file, and another function

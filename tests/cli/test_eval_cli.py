@@ -156,7 +156,7 @@ def test_names_that_are_not_all_the_classes_are_no_labels(tmp_path: Path) -> Non
     touch(tmp_path / "a" / "holiday" / "1.jpg", tmp_path / "b" / "1.jpg", tmp_path / "c" / "n01440764_1.jpg")
     assert find_labels([tmp_path / "a"], 1000) is None
     assert find_labels([tmp_path / "b"], 1) is None
-    with pytest.raises(corp.CorpError, match=r"1 synset ids .* 1000 classes.*ambiguous; give a CSV"):
+    with pytest.raises(corp.CorpError, match=r"1 synset ids.* 1000 classes.*does not give the classes"):
         find_labels([tmp_path / "c"], 1000)
 
 
@@ -175,13 +175,13 @@ def test_csv_of_labels(tmp_path: Path) -> None:
 
 
 BAD = {
-    "no such folder": (["--data", "nowhere"], "nowhere is not a folder"),
+    "no such folder": (["--data", "nowhere"], "does not exist"),
     "no such model": (["deit_tny_patch16_224"], "did you mean deit_tiny_patch16_224"),
     "no such labels": (["--labels", "nothing.csv"], "nothing.csv cannot be read"),
     "damaged": (["--data", "DAMAGED", "--labels", "ONE"], "cannot be decoded"),
     "nothing to measure": (["--labels", "none"], "nothing to measure"),
     "label beyond the classes": (["--labels", "BEYOND"], "label 1000 is not one of the model's 1000 classes"),
-    "fewer synsets": (["--data", "SYNSETS"], "ambiguous"),
+    "fewer synsets": (["--data", "SYNSETS"], "does not give the classes"),
 }
 
 
@@ -213,7 +213,7 @@ def test_models_that_cannot_share_a_pass_are_refused(
     common = (MODEL, "--weights", weights, "--data", photos, "--device", "cpu")
     other = run(*common, "vit_tiny_patch16_224")
     assert other.exit_code == 1
-    assert "wants its images prepared otherwise" in other.output
+    assert "preprocesses images differently" in other.output
     headless = run(*common, "vit_small_patch14_dinov2")
     assert headless.exit_code == 1
     assert f"{MODEL} 1000, vit_small_patch14_dinov2 0" in headless.output

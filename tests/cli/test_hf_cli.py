@@ -111,7 +111,7 @@ def test_folders_that_cannot_be_loaded(opt: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no weights"):
         load_model(f"hf:{tmp_path}", None)
     assert isinstance(load_model(f"hf:{tmp_path}", None, pretrained=False), transformers.OPTForCausalLM)
-    with pytest.raises(ModelError, match="own weights; --weights cannot go with it"):
+    with pytest.raises(ModelError, match="own weights; leave out --weights"):
         load_model(f"hf:{tmp_path}", tmp_path / "w.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"pickle \(\.bin\) only.*save_pretrained"):
@@ -309,10 +309,10 @@ def test_bench_times_texts(opt: Path, pruned: Path) -> None:
 
 def test_options_that_do_not_go_together(opt: Path, bert: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"hf:{opt}"
-    assert "nothing to measure on: give --data" in failure("eval", model)
+    assert "no data: give" in failure("eval", model)
     assert "--sts is for encoders" in failure("eval", model, "--sts", texts)
     assert "--labels are for images" in failure("eval", model, "--data", texts, "--labels", "none")
-    assert "cannot go with --per-document" in failure("eval", model, "--data", texts, "--stride", 2, "--per-document")
+    assert "combined with --per-document" in failure("eval", model, "--data", texts, "--stride", 2, "--per-document")
     assert "--tasks are for causal" in failure("eval", f"hf:{bert}", "--tasks", "arc")
     assert "take different data" in failure("eval", model, f"hf:{bert}", "--data", texts)
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # whether it is installed or not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 from corp.adapters import hub, timm_models
 from corp.cli.console import command, in_flags, told
-from corp.cli.inputs import require_output
+from corp.cli.early import require_output
 from corp.cli.sources import refuse_labels, warn_of_odd_images
 from corp.data.documents import in_order, open_documents
 from corp.errors import CorpWarning, DataError, ModelError
@@ -162,7 +163,7 @@ def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("calibrate", "start the same command again to go on"), ("prune", "--stats STATS")]
+    ("name", "way"), [("calibrate", "start the same command again to continue"), ("prune", "--stats STATS")]
 )
 def test_an_interrupted_command_says_what_is_kept(name: str, way: str, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> None:
@@ -187,7 +188,8 @@ def test_warnings_are_told_in_the_spelling_of_the_command_line(capsys: pytest.Ca
 
 def test_a_mistyped_timm_name_is_told_before_anything_heavy_is_imported() -> None:
     code = (
-        "import sys\nfrom corp.cli.arguments import require_model\n"
+        "import sys\nfrom functools import partial\nfrom corp.cli import early\n"
+        "require_model = partial(early.require_model, pretrained=False)\n"
         "require_model('deit_tiny_patch16_224.fb_in1k')\nrequire_model('vit_base_patch16_224_in21k')  # an old name\n"
         "try:\n    require_model('deit_tinny')\nexcept Exception as error:\n    print(error)\n"
         "print([name for name in ('torch', 'timm', 'numpy') if name in sys.modules])"
@@ -201,3 +203,34 @@ def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="is a file, not a folder"):
         require_output(tmp_path / "file" / "out", overwrite=False)
+
+
+def test_a_value_after_an_option_keeps_its_own_spelling() -> None:
+    assert in_flags("prune with --round-to mlp=64") == "prune with --round-to mlp=64"
+    assert in_flags("prune with mlp=0.5 (target_macs=0.6)") == "prune with --mlp 0.5 (--target-macs 0.6)"
+
+
+def test_missing_inputs_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom corp.cli.main import app\n"
+        "try:\n    app(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 1\n"
+        "assert 'torch' not in sys.modules"
+    )
+    (tmp_path / "out").mkdir()
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    model = ["prune", "deit_tiny_patch16_224", "--target-macs", "0.6"]
+    weights = ["--weights", str(tmp_path / "weights.safetensors")]
+    for message, args in {
+        "no calibration data": weights,
+        "--calib missing does not exist": [*weights, "--calib", "missing"],
+        "there is no weights file": ["--weights", "missing", "--calib", str(tmp_path)],
+        "out exists; choose another": [*weights, "--calib", str(tmp_path), "-o", str(tmp_path / "out")],
+        "are not on this machine": ["--calib", str(tmp_path)],
+    }.items():
+        hub = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *model, *args], capture_output=True, text=True, check=False,
+            env={**os.environ, **hub},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert message in done.stderr

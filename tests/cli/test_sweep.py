@@ -321,7 +321,7 @@ def test_labels_and_samples_that_cannot_be_used_are_refused(weights: Path, photo
     for command in ("sweep", "plan"):
         how = ("--sparsity", "0.5") if command == "sweep" else ("--mlp", "0.5")
         refused = run(command, MODEL, "--weights", weights, "--stats", stats, "--samples", 3, *how)
-        assert "--samples cannot go with it" in refused.output
+        assert "leave out either --stats or --samples" in refused.output
 
 
 def test_timm_exports_are_taken_like_any_model(weights: Path, photos_folder: Path, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ class Trial:
             return
         if self.out.exists():
             try:
-                if "goes without" in ended.err:  # a tokenizer that was gone before it could be copied, as was said
+                if "because the model has none" in ended.err:  # a tokenizer that vanished before it was copied
                     corp.load(self.out)
                 else:
                     command.check(self.out, self.shop.reference(self.command))

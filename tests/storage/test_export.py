@@ -136,7 +136,7 @@ def test_widths_that_the_config_cannot_say(tmp_path: Path) -> None:
     model = reread(uneven.model, tmp_path / "uneven")
     torch.testing.assert_close(models.run(model, data[0]), models.run(uneven.model, data[0]), rtol=0, atol=1e-9)
     ratio, _ = pruned("hf-dinov2", Recipe.paper(mlp=0.3))
-    with pytest.raises(CorpError, match=r"cannot say that .*mlp has 34 of 48 channels; use the compat profile"):
+    with pytest.raises(CorpError, match=r"cannot say that .*mlp has 34 of 48 channels; use profile='compat'"):
         corp.save(ratio, tmp_path / "x", profile="standard")
     assert [path.name for path in tmp_path.iterdir()] == ["uneven"]
 

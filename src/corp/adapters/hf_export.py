@@ -45,7 +45,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
         if len(wanted) > 1:
             raise StorageError(
                 f"the MLPs are {min(wanted)} to {max(wanted)} channels wide, but {identity['class']} has one {key} for "
-                "all of them; use the compat profile, or prune all MLPs alike (allocate='uniform', no skip or override)"
+                "all of them; use profile='compat', or prune all MLPs alike (allocate='uniform', no skip or override)"
             )
         if governed and wanted != {dense[governed[0]]}:
             place[key] = _value(key, place[key], wanted.pop(), dense[governed[0]])
@@ -56,7 +56,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> di
     if odd:
         raise StorageError(
             f"the config of {identity['class']} cannot say that {odd[0]} has {widths[odd[0]]} of "
-            f"{dense[odd[0]]} channels; use the compat profile"
+            f"{dense[odd[0]]} channels; use profile='compat'"
         )
     return made
 

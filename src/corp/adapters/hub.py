@@ -52,10 +52,14 @@ def is_path(name: str) -> bool:
 
 def cached(name: str) -> bool:
     """Whether something of the hub model `name` was downloaded before."""
+    return (_cache() / f"models--{name.replace('/', '--')}").is_dir()
+
+
+def _cache() -> Path:
+    """Where the hub's client keeps its downloads."""
     there = os.environ.get
     home = there("HF_HOME") or Path(there("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    cache = Path(there("HF_HUB_CACHE") or there("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")).expanduser()
-    return (cache / f"models--{name.replace('/', '--')}").is_dir()
+    return Path(there("HF_HUB_CACHE") or there("HUGGINGFACE_HUB_CACHE") or Path(home, "hub")).expanduser()
 
 
 def require_known(name: str) -> None:
@@ -68,6 +72,20 @@ def require_known(name: str) -> None:
             )
     elif not cached(name) and not reachable(endpoint()):
         raise missing(name)
+
+
+def require_weights(name: str, cached: bool) -> None:
+    """Refuse the pretrained weights of a timm model that are neither `cached` nor within reach."""
+    if not cached and not reachable(endpoint()):
+        raise ModelError(
+            f"the pretrained weights of {name} are not on this machine, and {endpoint()} cannot be reached; "
+            "pass the weights as a file: weights=FILE"
+        )
+
+
+def any_cached(part: str) -> bool:
+    """Whether a hub model with `part` in its name was downloaded before."""
+    return any(_cache().glob(f"models--*{part}*"))
 
 
 def missing(name: str) -> ModelError:

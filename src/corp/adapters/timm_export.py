@@ -25,7 +25,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> d
     if len(several) > 1:
         raise StorageError(
             f"the MLPs are {several[0]} to {several[-1]} channels wide, but timm has one mlp_ratio for all of them; "
-            "use the compat profile, or prune all MLPs alike (one sparsity, no skip or override)"
+            "use profile='compat', or prune all MLPs alike (one sparsity, no skip or override)"
         )
     up = sites[0].up
     packed = sum(rows.module == up[0].module for rows in up)  # gate and up in one linear count twice
@@ -35,7 +35,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> d
     if widths != {site.name: site.width for site in find_sites(_build(resized)).mlp}:
         raise StorageError(
             f"no mlp_ratio makes all MLPs of {identity['architecture']} {several[0]} channels wide; "
-            "use the compat profile"
+            "use profile='compat'"
         )
     return resized
 

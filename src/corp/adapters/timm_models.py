@@ -53,13 +53,8 @@ def _require_weights(name: str) -> None:
     """Refuse pretrained weights that are neither on this machine nor within reach, before timm tries for a minute."""
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     place = getattr(config, "hf_hub_id", None)
-    if place is None or hub.cached(place):
-        return
-    if not hub.reachable(hub.endpoint()):
-        raise ModelError(
-            f"the pretrained weights of {name} are not on this machine, and {hub.endpoint()} cannot be reached; "
-            "pass the weights as a file: weights=FILE"
-        )
+    if place is not None:
+        hub.require_weights(name, hub.cached(place))
 
 
 def from_folder(folder: Path) -> nn.Module:

@@ -15,6 +15,12 @@ from corp.errors import ModelError
 REGISTERED = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
 
 
+def on_hub(name: str) -> bool:
+    """Whether timm's source says that the pretrained weights of the model are on the Hugging Face hub."""
+    entry = re.compile(rf"'{re.escape(name.partition('.')[0])}(\.\w+)?': _cfg\([^)]*hf_hub_id")
+    return any(entry.search(text) for text in _sources())
+
+
 def require_known(name: str) -> None:
     """Refuse a name that stands nowhere in the source of timm's models, and suggest those that are near."""
     wanted, sources = name.partition(".")[0], _sources()

@@ -14,6 +14,7 @@ import typer
 from corp.adapters.registry import find_sites
 from corp.calibration.statistics import Statistics
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.expand import expanded
 from corp.cli.inputs import calibrated
@@ -42,7 +43,9 @@ def analyze(
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
-    """Show how redundant the MLP channels and the Q/K dimensions of MODEL are on the data of --calib or --stats."""
+    """Show how redundant the MLP channels and Q/K dimensions of MODEL are on the data of --calib or --stats."""
+    if stats is None:
+        early.require_source(source)
     if out is not None:
         import_module("matplotlib")  # missing: said before the data pass, not after it
 
@@ -66,7 +69,7 @@ def _statistics(source: a.Source, stats: Path | None, settings: Any) -> tuple[Si
         model, found = calibrated(source, settings=settings)
         return find_sites(model), found
     if source.calib:
-        raise DataError("--stats are of data that was seen already; --calib cannot go with it")
+        raise DataError("--stats replaces the data: leave out either --stats or --calib")
     return find_sites(load_model(source.model, source.weights, pretrained=False)), Statistics.load(stats)
 
 

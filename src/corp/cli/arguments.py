@@ -31,9 +31,7 @@ def option(text: str, panel: str, *spelled: str, **extra: Any) -> Any:
     return typer.Option(*spelled, help=text, rich_help_panel=panel, **extra)
 
 
-Model = Annotated[
-    str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.", show_default=False)
-]
+Model = Annotated[str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.")]
 Weights = Annotated[
     Path | None,
     option(
@@ -48,23 +46,20 @@ Calib = Annotated[
         "Calibration data: a folder of unlabelled images, or a file or folder of texts "
         "(.txt, .jsonl, .csv, .tsv, .parquet, a datasets folder). May be repeated.",
         DATA,
-        show_default=False,
     ),
 ]
-Stats = Annotated[
-    Path | None, option("Statistics that corp calibrate wrote earlier, instead of --calib.", DATA, show_default=False)
-]
+Stats = Annotated[Path | None, option("Statistics from corp calibrate, instead of --calib.", DATA)]
 Samples = Annotated[
     int | None,
     option(
-        "How many images or sequences to use, drawn by --seed.",
+        "Number of images or sequences, drawn by --seed.",
         DATA,
         min=1,
         show_default="4000 images or documents, 128 packed sequences",
     ),
 ]
 Seed = Annotated[int, option("Seed that draws the calibration samples.", DATA)]
-MaxBad = Annotated[float, option("Share of unreadable images that is tolerated; each is named.", DATA)]
+MaxBad = Annotated[float, option("Share of unreadable images to tolerate; corp lists them.", DATA)]
 TextField = Annotated[
     str, option("Key, column or column number (from 1) of the text in a record.", DATA, "--text-field")
 ]
@@ -74,22 +69,20 @@ SeqLen = Annotated[
 Pack = Annotated[
     bool | None,
     option(
-        "Fill sequences with one document after the other, or give each document its own sequence.",
+        "Pack several documents into a sequence, or use one sequence per document.",
         DATA,
         "--pack/--no-pack",
         show_default="pack for causal models",
     ),
 ]
 Chat = Annotated[
-    bool, option("Records are conversations: apply the tokenizer's chat template to them.", DATA, "--chat")
+    bool, option("Treat records as conversations and apply the tokenizer's chat template.", DATA, "--chat")
 ]
-Tokenizer = Annotated[
-    str | None, option("Folder of the tokenizer, if it is not with the model.", DATA, show_default=False)
-]
+Tokenizer = Annotated[str | None, option("Folder of the tokenizer, if it is not with the model.", DATA)]
 SampleTokens = Annotated[
     str,
     option(
-        "Tokens per sample that the MLP statistics use: auto (enough for a stable fit), all, or a number.",
+        "Tokens per sample for the MLP statistics: auto (enough for a stable fit), all, or a number.",
         DATA,
         "--sample-tokens",
     ),
@@ -107,16 +100,20 @@ Device = Annotated[
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    option("Number format of the forward pass; the result is no wider than the checkpoint.", MACHINE),
+    option("Number format of the forward pass; the result is never wider than the checkpoint.", MACHINE),
 ]
 Memory = Annotated[
     str | None,
-    option("Memory for the statistics, such as 4GB; more passes if they need more.", MACHINE, show_default="all"),
+    option(
+        "Memory limit for the statistics, such as 4GB; corp makes several passes if needed.",
+        MACHINE,
+        show_default="all",
+    ),
 ]
-OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o", show_default=False)]
+OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o")]
 Overwrite = Annotated[bool, option("Replace the output if it exists.", OUTPUT, "--overwrite")]
 Json = Annotated[bool, option("Print JSON instead of tables.", OUTPUT, "--json")]
-PrunedFolder = Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.", show_default=False)]
+PrunedFolder = Annotated[Path, typer.Argument(help="A folder that corp prune or corp.save wrote.")]
 
 
 @dataclass(frozen=True)
@@ -147,18 +144,6 @@ class Source:
     images: int = IMAGES  # what --samples is for images by default; no option of its own
 
 
-def require_model(name: str) -> None:
-    """Refuse a model that is nowhere, before torch is imported."""
-    if name.startswith("hf:"):
-        from corp.adapters import hub
-
-        hub.require_known(name.removeprefix("hf:"))
-    elif not Path(name).exists():
-        from corp.adapters import timm_names
-
-        timm_names.require_known(name)
-
-
 @dataclass(frozen=True)
 class Collection:
     """How much of the data the statistics take in, and how much memory they may use."""
@@ -183,13 +168,13 @@ class Deployment:
 
     deploy_data: Annotated[
         list[Path],
-        option(
-            "Unlabelled data as the model will see it in use: report how every site's statistics differ from --calib.",
-            DATA,
-            show_default=False,
-        ),
+        option("Unlabelled data like that in use: report how every site's statistics differ from --calib.", DATA),
     ] = field(default_factory=list)
     mix_deploy: Annotated[
         bool,
-        option("Calibrate on --calib and --deploy-data together, and report what still differs.", DATA, "--mix-deploy"),
+        option(
+            "Calibrate on --calib and --deploy-data together, and report the remaining difference.",
+            DATA,
+            "--mix-deploy",
+        ),
     ] = False

@@ -48,10 +48,10 @@ def bench(
         list[str], typer.Argument(help="Saved folders, timm names or hf:FOLDERs; the first is the baseline.")
     ],
     batch: Annotated[int, typer.Option(help="Samples per forward pass for throughput and memory.", min=1)] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds; each times every model.", min=timing.MIN_ROUNDS)] = 20,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: as torch chooses.", min=0)] = 0,
+    rounds: Annotated[int, typer.Option(help="Rounds, each of which times every model.", min=timing.MIN_ROUNDS)] = 20,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves the choice to torch.", min=0)] = 0,
     input: Annotated[
-        str | None, typer.Option(help="Shape of one sample, e.g. 3x224x224; default: the model's.")
+        str | None, typer.Option(help="Shape of one sample, such as 3x224x224.", show_default="the model's")
     ] = None,
     seq_len: Annotated[
         int | None,
@@ -63,13 +63,13 @@ def bench(
     dtype: a.Dtype = "float32",
     json: a.Json = False,
 ) -> None:
-    """Time MODELS against the first of them; a pruned folder alone is timed against its dense base.
+    """Time MODELS against the first of them, or a single pruned folder against its dense model.
 
-    Weights do not change the time: timm names and dense bases are built with random ones, nothing is downloaded.
+    The weights do not affect the time, so timm names and dense models get random weights and nothing is downloaded.
     """
     contenders = gather(models, device, dtype)
     if seq_len is not None and input is not None:
-        raise ModelError("--seq-len and --input both say what goes in; give one")
+        raise ModelError("give either --seq-len or --input, not both")
     for contender in contenders:
         if seq_len is not None and takes_texts(contender.model):
             sequence_length(contender.model, None, seq_len)  # refuses what is longer than the context
@@ -122,7 +122,9 @@ def sample_shape(contender: Contender) -> tuple[int, ...]:
         return (int(patches.proj.in_channels), *map(int, patches.img_size))
     size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     if size is None:
-        raise ModelError(f"{contender.name} does not say what it takes; give it with --input, e.g. --input 3x224x224")
+        raise ModelError(
+            f"{contender.name} does not state its input shape; give it with --input, such as --input 3x224x224"
+        )
     return tuple(map(int, size))
 
 
@@ -158,7 +160,7 @@ def _random(contender: Contender, shape: tuple[int, ...]) -> Any:
     if not takes_texts(model):
         return torch.randn(shape, generator=generator).to(first)
     if len(shape) != 2:
-        raise ModelError(f"{contender.name} takes texts: give the tokens per sequence with --seq-len")
+        raise ModelError(f"{contender.name} takes texts: give --seq-len, the tokens per sequence, instead of --input")
     ids = torch.randint(int(model.config.vocab_size), shape, generator=generator).to(first.device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -183,7 +185,7 @@ def _show(measured: list[Measured], gains: list[timing.Gain], settings: dict[str
     if gains:
         columns = (GAINS[0].format(measured[0].name), *GAINS[1:])
         show_table("speed-up", columns, [_gain_row(m.name, g) for m, g in zip(measured[1:], gains, strict=True)])
-        note("reached: (throughput - 1) / (ideal - 1), the ideal being the ratio of MACs")
+        note("ideal: the ratio of MACs; reached: (throughput - 1) / (ideal - 1)")
 
 
 def _size_row(measured: Measured) -> list[str]:

@@ -7,9 +7,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import ModelError
+from corp.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from corp.evaluate.check import Checked
@@ -26,16 +27,18 @@ def check(
     samples: Annotated[int, a.option("How many images or sequences to feed, drawn by --seed.", a.DATA, min=1)] = 32,
     json: a.Json = False,
 ) -> None:
-    """Feed every pruned MLP and attention of FOLDER what the dense model feeds it, and compare with what must come out.
+    """Compare the error of every pruned MLP and attention in FOLDER with the error that its weights predict.
 
-    The expected errors follow from the saved weights and from sums over the same data; the measured ones come from
-    running the narrowed modules. A disagreement is an error.
+    Every site gets the dense model's inputs. The expected error follows from the saved weights and from sums over the
+    same data; the measured one comes from running the pruned modules. A difference is an error.
     """
     from corp.cli import inputs
     from corp.evaluate import check as checking
     from corp.storage import folder as storage
 
-    inputs.require_data(source)
+    if not source.calib:
+        raise DataError("no data: give images or texts with --calib")
+    early.require_paths("--calib", source.calib)
     manifest = storage.read_manifest(folder)
     name = model or (manifest.get("calibration") or {}).get("model")
     if not isinstance(name, str):
@@ -54,7 +57,7 @@ def check(
         columns = ("site", "kind", "planned", "expected here", "measured")
         show_table(f"{folder}: errors of sites", columns, [_row(one) for one in checked])
     checking.require_equal(checked)
-    note(f"{len(checked)} sites do what their weights say")
+    note(f"all {len(checked)} sites compute what their weights predict")
 
 
 def _row(one: Checked) -> tuple[str, ...]:

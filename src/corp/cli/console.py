@@ -32,18 +32,17 @@ P = ParamSpec("P")
 INTERNAL = 70  # the exit code of a defect, as in sysexits.h
 # What an interrupted command leaves behind, and how to go on.
 _KEPT = {
-    "calibrate": "what was collected up to the last checkpoint is kept; start the same command again to go on",
-    "sweep": "with -o, finished cases are kept; start the same command again to go on",
-    "prune": "no output was written; `corp calibrate -o STATS` and then `--stats STATS` keeps the pass over the data",
+    "calibrate": "the last checkpoint is kept; start the same command again to continue",
+    "sweep": "with -o, finished cases are kept; start the same command again to continue",
+    "prune": "no output was written; to keep the data pass, use `corp calibrate -o STATS`, then `--stats STATS`",
 }
 _NOTHING = "no output was written; start the command again"
 # Python arguments that are no fields of the recipe, and what the command line calls them.
 _ARGUMENTS = {
-    "field": "--text-field", "seq_len": "--seq-len", "batch_size": "--batch-size",
-    "max_bad": "--max-bad", "checkpoint_seconds": "--checkpoint-every",
-    **{name: f"--{name}" for name in (
+    "field": "--text-field", "checkpoint_seconds": "--checkpoint-every",
+    **{name: flag(name) for name in (
         "weights", "tokenizer", "samples", "memory", "offload", "device", "dtype", "seed", "overwrite", "profile",
-        "fresh", "to", "quant",
+        "fresh", "to", "quant", "labels", "seq_len", "batch_size", "max_bad",
     )},
 }  # fmt: skip
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
@@ -121,7 +120,7 @@ def _explained(error: Exception) -> tuple[str, int]:
         return f"the disk is full: {text}. Free some space, or write elsewhere with -o; nothing was left behind", 1
     if isinstance(error, CorpError):
         return in_flags(text), 1
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("corp."):  # those are defects
         return f"{error.name} is not installed: pip install 'corp-prune[all]'", 1
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):  # of torch, a RuntimeError
         return "out of memory; use a smaller --batch-size or fewer --samples", 1
@@ -143,8 +142,8 @@ def in_flags(text: str) -> str:
     text = text.replace("corp.prune_streamed", "--stream")
     text = re.sub(r"\bcorp\.(prune|plan|calibrate)\b(\([^)]*\))?", r"corp \1", text)
     values = r"\[[^\]]*\]|'[^']*'|[^\s,;:)]+"
-    given = rf"(?<![^\s(])({'|'.join(flags)})=({values})"
-    text = re.sub(given, lambda found: _with_value(flags[found[1]], found[2]), text)
+    given = rf"(--\S+ )?(?<![^\s(])({'|'.join(flags)})=({values})"  # mlp=64 after --round-to is spelled that way
+    text = re.sub(given, lambda found: found[0] if found[1] else _with_value(flags[found[2]], found[3]), text)
     bare = "|".join(name for name in flags if "_" in name)
     return re.sub(rf"(?<![\w.'-])({bare}|overrides)\b", lambda found: flags[found[1]], text)
 

@@ -62,7 +62,7 @@ def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> lis
     texts = [*_unequal_widths(contender, [pair for pair in narrow if pair[0].width != pair[1]]), *_odd_widths(changed)]
     if timing.launch_bound(times, gain):
         texts.append(
-            f"batch 1 is bound by launching operations, not by arithmetic: MACs fell {gain.ideal:.2f}x, latency "
+            f"batch 1 is limited by kernel launches, not by arithmetic: MACs fell {gain.ideal:.2f}x, latency "
             f"{gain.latency.value:.2f}x, and a sample takes {1e3 * times.alone:.2f} ms alone but "
             f"{1e3 * times.together:.2f} ms in a batch of {times.batch}; larger batches, torch.compile or CUDA graphs "
             "help there, narrower layers do not"
@@ -75,19 +75,19 @@ def _unequal_widths(contender: Contender, narrow: list[tuple[AttentionSite, int]
     if not narrow:
         return
     on_cuda = placement(contender.model)[0].type == "cuda"
-    does = "the flash kernel wants equal widths, so the slower memory-efficient one runs"
-    pads = "the fused kernel wants equal widths, so the narrower are padded and their product costs what it did"
+    does = "the flash kernel needs equal widths, so the slower memory-efficient one runs"
+    pads = "the fused kernel needs equal widths, so narrow heads are padded and their product is not cheaper"
     (first, values), *_ = narrow
     yield (
         f"{_some([site for site, _ in narrow])}: q/k of {first.width} beside v of {values}: "
-        f"{does if on_cuda else pads}; only the projections got cheaper. --equal-heads gives them one width"
+        f"{does if on_cuda else pads}; only the projections are cheaper. Prune with --equal-heads for one width"
     )
 
 
 def _odd_widths(changed: list[Site]) -> Iterator[str]:
     for kind, (key, tile) in TILES.items():
         if odd := [site for site in changed if site.kind == kind and site.width % tile]:
-            fact = f"width {odd[0].width} is no multiple of {tile}, so kernels run part-filled tiles"
+            fact = f"width {odd[0].width} is not a multiple of {tile}, so kernels run partly filled tiles"
             yield f"{_some(odd)}: {fact}; prune with --round-to {key}={tile}"
 
 

@@ -61,8 +61,8 @@ def demo(
         show_json(content)
         return
     _show(content)
-    note(f"numbers and picture in {out}" if pictured else f"numbers in {out}; for a picture: pip install matplotlib")
-    note(f"the whole story: open {out / 'report.html'} in a browser")
+    note(f"saved to {out}" + ("" if pictured else "; for a picture: pip install matplotlib"))
+    note(f"next: open {out / 'report.html'} in a browser")
 
 
 def recipes(sparsity: float) -> dict[str, Recipe]:

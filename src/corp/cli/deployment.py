@@ -14,19 +14,11 @@ from corp.calibration.statistics import Statistics
 from corp.cli.arguments import Deployment, Source
 from corp.cli.console import Console, note, progress, show_table
 from corp.cli.inputs import calibrated
-from corp.errors import CorpError, DataError, warn
+from corp.errors import CorpError, warn
 from corp.evaluate.shift import measure_shift
 from corp.evaluate.shift_result import COLUMNS, Shift
 from corp.planning.plan import Plan
 from corp.sites import Sites
-
-
-def require_given(options: Deployment) -> None:
-    """Refuse missing deployment data before the model is loaded."""
-    if options.mix_deploy and not options.deploy_data:
-        raise DataError("--mix-deploy mixes --deploy-data in; give it")
-    if missing := [path for path in options.deploy_data if not path.exists()]:
-        raise DataError(f"--deploy-data {missing[0]} does not exist")
 
 
 @dataclass

@@ -3,76 +3,76 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from torch import nn
 
 from corp.cli import arguments as a
-from corp.cli import eval_dense, eval_images, eval_text
+from corp.cli import early, eval_dense, eval_images, eval_text
 from corp.cli.console import command, show_json
 from corp.cli.models import IMAGE, kind_of, load_model, place
 from corp.cli.sources import refuse_other
 from corp.errors import DataError, ModelError
 
+MAPS, TEXTS = "Segmentation and depth", "Texts"  # panels
+
 
 @command
 def evaluate(
-    models: Annotated[
-        list[str], typer.Argument(help="timm names, hf:FOLDERs or folders that corp saved.", show_default=False)
-    ],
-    data: Annotated[
-        list[Path] | None, typer.Option(help="Folder of images, or texts; may be given several times.")
+    models: Annotated[list[str], typer.Argument(help="timm names, hf:FOLDERs or folders that corp saved.")],
+    data: Annotated[list[Path] | None, typer.Option(help="Folder of images, or texts; may be repeated.")] = None,
+    dense: Annotated[
+        str | None, typer.Option(help="The model to compare with.", show_default="the first of several")
     ] = None,
-    dense: Annotated[str | None, typer.Option(help="The model to compare with; default: the first of several.")] = None,
-    weights: Annotated[Path | None, typer.Option(help="Weights file of the dense model (else of the first).")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Weights file of the dense model, or else of the first.")] = None,
     labels: Annotated[
-        str | None, typer.Option(help="Images: CSV of file,label; none: no labels. Default: sub-folders or synset ids.")
+        str | None,
+        typer.Option(help="CSV of file,label, or none for no labels.", show_default="sub-folders or synset ids"),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            help="How many images, documents or packed sequences, drawn by --seed.", min=1, show_default="all"
-        ),
+        typer.Option(help="How many images, documents or sequences to draw by --seed.", min=1, show_default="all"),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Maps: segmentation or depth.", show_default="the head's")] = None,
-    head: Annotated[
-        Path | None, typer.Option(help="Maps: a head for the backbones (.safetensors), as corp probe makes.")
+    seed: Annotated[int, typer.Option(help="Seed that draws --samples.")] = 0,
+    task: Annotated[
+        Literal["segmentation", "depth"] | None, a.option("What the maps show.", MAPS, show_default="the head's")
     ] = None,
+    head: Annotated[Path | None, a.option("Head for the backbones (.safetensors), from corp probe.", MAPS)] = None,
     image_size: Annotated[
-        str | None, typer.Option(help="Maps: HEIGHTxWIDTH; images are not cropped.", show_default="the head's")
+        str | None, a.option("HEIGHTxWIDTH; images are not cropped.", MAPS, show_default="the head's")
     ] = None,
     ignore: Annotated[
-        int | None, typer.Option(help="Maps: the label of unlabelled pixels.", show_default="the head's, or 255")
+        int | None, a.option("Label of unlabelled pixels.", MAPS, show_default="the head's, or 255")
     ] = None,
-    depth_scale: Annotated[float, typer.Option(help="Maps: units per metre of depths; millimetres: 1000.")] = 1.0,
+    depth_scale: Annotated[float, a.option("Units per metre in depth maps: 1000 for millimetres.", MAPS)] = 1.0,
+    stride: Annotated[
+        int | None, a.option("Perplexity: tokens from one window to the next.", TEXTS, min=1, show_default="no overlap")
+    ] = None,
+    per_document: Annotated[
+        bool, a.option("Perplexity: score every document by itself, after BOS.", TEXTS, "--per-document")
+    ] = False,
+    sts: Annotated[Path | None, a.option("Encoders: table of scored sentence pairs (STS-B).", TEXTS)] = None,
+    tasks: Annotated[str | None, a.option("Language models: lm-eval tasks, separated by commas.", TEXTS)] = None,
+    limit: Annotated[int | None, a.option("Examples per task of --tasks.", TEXTS, min=1, show_default="all")] = None,
     text_field: a.TextField = "text",
     seq_len: a.SeqLen = None,
     tokenizer: a.Tokenizer = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(help="Perplexity: tokens from one window to the next.", min=1, show_default="no overlap"),
-    ] = None,
-    per_document: Annotated[
-        bool, typer.Option("--per-document", help="Perplexity: every document by itself, behind BOS.")
-    ] = False,
-    sts: Annotated[Path | None, typer.Option(help="Encoders: table of scored sentence pairs (STS-B).")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Language models: tasks of lm-eval, with commas.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Examples per task of --tasks.", min=1)] = None,
+    max_bad: a.MaxBad = 0.05,
     batch_size: a.BatchSize = None,
     device: a.Device = "auto",
     dtype: a.Dtype = "auto",
-    seed: Annotated[int, typer.Option(help="Draws the samples where --samples is given.")] = 0,
-    max_bad: a.MaxBad = 0.05,
     json: a.Json = False,
 ) -> None:
     """Measure MODELS: accuracy, mIoU or depth errors on images, perplexity on texts, closeness to the dense model."""
+    if not (data or sts or tasks):
+        raise DataError("no data: give a folder of images, or texts, with --data")
+    early.require_paths("--data", data or [])
     loaded = load_all([dense, *models] if dense else models, weights, device, dtype)
     kind = common_kind(loaded)
     if kind == IMAGE:
-        _refuse_text_options(stride, per_document, sts, tasks)
-        if not data:
-            raise DataError("no data: give a folder of images with --data")
+        _refuse({"--stride": stride, "--per-document": per_document, "--sts": sts, "--tasks": tasks})
+        assert data is not None  # every other kind of data was refused
         if eval_dense.is_dense(loaded, task, head):
             maps = eval_dense.Options(
                 task, head, data, labels, image_size, ignore, depth_scale, samples, batch_size, seed, max_bad
@@ -100,13 +100,12 @@ def common_kind(loaded: dict[str, nn.Module]) -> str:
     kinds = {name: kind_of(model) for name, model in loaded.items()}
     if len(set(kinds.values())) > 1:
         told = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise ModelError(f"these models take different data: {told}; evaluate them apart")
+        raise ModelError(f"these models take different data: {told}; evaluate them separately")
     refuse_other(next(iter(kinds.values())), next(iter(loaded.values())))
     return next(iter(kinds.values()))
 
 
-def _refuse_text_options(stride: int | None, per_document: bool, sts: Path | None, tasks: str | None) -> None:
-    given = {"--stride": stride, "--per-document": per_document, "--sts": sts, "--tasks": tasks}
+def _refuse(given: dict[str, object]) -> None:
     for name, value in given.items():
         if value:
-            raise DataError(f"{name} is for texts; these models take images")
+            raise DataError(f"{name} is for texts, but these models take images")

@@ -10,6 +10,7 @@ from torch import nn
 
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
+from corp.cli.inputs import tell_skipped
 from corp.cli.models import classes_of, preprocessing_of
 from corp.cli.rows import Evaluated, Row, known_of
 from corp.errors import DataError, ModelError
@@ -41,13 +42,14 @@ def evaluate_images(
     dense = loaded[first]
     found = find_labels(labels, data, first, dense)
     if found is None and alone:
-        raise DataError(f"nothing to measure: {first} has neither labels nor a model to compare with; give --dense")
+        raise DataError(
+            f"nothing to measure: there are no labels, and {first} is the only model; give --labels, or another model"
+        )
     images = ImageBatches(paths, _preprocessing(loaded), batch_size=batch_size or 32, max_bad=max_bad)
     batches = images if found is None else LabelledBatches(images, found)
     with progress(f"evaluating on {placement(dense)[0]}", images.samples, "images") as advance:
         side_by_side(None if alone else dense, contenders, batches, advance)
-    for path, reason in images.bad:
-        note(f"skipped {path}: {reason}")
+    tell_skipped(images)
     rows = [_row(name, contender) for name, contender in zip(loaded, contenders, strict=True)]
     content = {
         "data": {"folders": [str(folder) for folder in data], "images": images.samples - len(images.bad)},
@@ -64,7 +66,7 @@ def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:
     classes = {name: classes_of(model) for name, model in loaded.items()}
     if len(set(classes.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in classes.items())
-        raise ModelError(f"the models do not tell the same number of classes apart ({counts}); evaluate them apart")
+        raise ModelError(f"the models have different numbers of classes ({counts}); evaluate them separately")
     if 0 in classes.values():
         note("without a classifier only features are compared")
     return [
@@ -86,7 +88,7 @@ def find_labels(labels: str | None, folders: list[Path], name: str, model: nn.Mo
         return known.read_labels(Path(labels), folders)
     found = None if classes == 0 else known.find_labels(folders, classes)
     if found is None and classes != 0:
-        note(f"no accuracy: no {classes} sub-folders or synset ids name the classes (--labels FILE.csv does)")
+        note(f"no accuracy: there are not {classes} sub-folders or synset ids for classes; give --labels FILE.csv")
     return found
 
 
@@ -97,8 +99,8 @@ def _preprocessing(loaded: dict[str, nn.Module]) -> Any:
     for name, transform in transforms.items():
         if _line(transform) != _line(transforms[first]):
             raise ModelError(
-                f"{name} wants its images prepared otherwise than {first} "
-                f"({_line(transform)} against {_line(transforms[first])}); evaluate them apart"
+                f"{name} preprocesses images differently from {first} "
+                f"({_line(transform)} against {_line(transforms[first])}); evaluate them separately"
             )
     return transforms[first]
 

@@ -88,17 +88,19 @@ def evaluate_texts(loaded: dict[str, nn.Module], options: Options) -> Evaluated:
 
 def _check(kind: str, options: Options, *, alone: bool) -> None:
     if kind == m.CAUSAL and options.sts is not None:
-        raise DataError("--sts is for encoders of sentences; a causal language model has --data and --tasks")
+        raise DataError("--sts is for sentence encoders; give a causal language model --data or --tasks")
     if kind == m.ENCODER and options.tasks:
-        raise DataError("--tasks are for causal language models; an encoder has --data and --sts")
+        raise DataError("--tasks is for causal language models; give an encoder --data or --sts")
     if kind == m.ENCODER and (options.stride is not None or options.per_document):
-        raise DataError("--stride and --per-document are ways of taking a perplexity, which an encoder has not")
+        raise DataError("--stride and --per-document are for perplexity, which an encoder does not have")
     if options.stride is not None and options.per_document:
-        raise DataError("--stride is for windows over the whole text; it cannot go with --per-document")
+        raise DataError("--stride moves windows over the whole text, so it cannot be combined with --per-document")
     if not (options.data or options.sts or options.tasks):
         raise DataError("nothing to measure on: give --data TEXTS" + (" or --sts FILE" if kind == m.ENCODER else ""))
     if kind == m.ENCODER and alone and options.sts is None:
-        raise DataError("nothing to measure: one encoder has no other to be compared with; give --dense, or --sts FILE")
+        raise DataError(
+            "nothing to measure: there is no other encoder to compare with; give --dense MODEL, or --sts FILE"
+        )
 
 
 def text_batches(model: nn.Module, tokenizer: Any, kind: str, options: Options) -> TextBatches:
@@ -117,7 +119,7 @@ def text_batches(model: nn.Module, tokenizer: Any, kind: str, options: Options) 
     batches = text.windows(options.data, tokenizer, **chosen, stride=options.stride)
     left = len(batches.ids) - batches.spans[-1].end
     if left:
-        note(f"the last {left} of {len(batches.ids)} tokens fill no window of {length} and are left out")
+        note(f"the last {left} of {len(batches.ids)} tokens do not fill a window of {length} and are left out")
     return batches
 
 

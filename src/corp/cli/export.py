@@ -6,9 +6,10 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.errors import CorpError, StorageError
 
@@ -18,36 +19,34 @@ def export(
     folder: a.PrunedFolder,
     out: a.OutFolder,
     to: Annotated[
-        str | None,
+        Literal["timm", "hf", "onnx", "pt2", "vllm", "gguf"] | None,
         a.option(
-            "timm, hf: as that library saves its models. onnx: for ONNX Runtime. pt2: torch.export's format. "
-            "vllm, gguf: a Llama, Mistral, Qwen2 or Phi-3 with layers of different widths, for vLLM or llama.cpp.",
+            "Format to write. timm, hf: what that library saves. onnx: ONNX Runtime. pt2: torch.export. vllm, gguf: "
+            "vLLM and llama.cpp, for Llama, Mistral, Qwen2 and Phi-3, whose layers may differ in width.",
             a.OUTPUT,
             show_default="the model's own library",
-            autocompletion=lambda: ["timm", "hf", "onnx", "pt2", "vllm", "gguf"],
         ),
     ] = None,
     profile: Annotated[
-        str | None,
+        Literal["standard", "compat"] | None,
         a.option(
             "For timm and hf. standard: narrower MLPs in the config, the rest padded with zeros. "
             "compat: everything padded to the dense shapes.",
             a.OUTPUT,
             show_default="standard",
-            autocompletion=lambda: ["standard", "compat"],
         ),
     ] = None,
     quant: Annotated[
-        str | None, a.option("For gguf: f32, f16, bf16 or q8_0.", a.OUTPUT, show_default="the model's own precision")
+        Literal["f32", "f16", "bf16", "q8_0"] | None,
+        a.option("Number format of a gguf file.", a.OUTPUT, show_default="the model's own"),
     ] = None,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
     """Write a pruned model so that it loads without corp, and check that it computes the same."""
-    from corp.cli.inputs import require_output
     from corp.storage import folder as storage
 
-    require_output(out, overwrite=overwrite)
+    early.require_output(out, overwrite=overwrite)
     line = shlex.join(["corp", *sys.argv[1:]])
     try:
         with progress(f"exporting {folder}", None, "", quiet=json):
@@ -68,8 +67,9 @@ def export(
         ("parameters of the pruned model", f"{pruned / 1e6:.3f} M"),
         ("parameters as written", f"{written / 1e6:.3f} M"),
         ("largest difference of outputs", "not checked" if made.difference is None else f"{made.difference:.1e}"),
-        ("tokenizer, preprocessing", ", ".join(made.companions) or "none found"),
     ]
+    if made.companions or made.target in ("hf", "vllm", "gguf"):
+        rows.append(("tokenizer, preprocessing", ", ".join(made.companions) or "none found"))
     form = f"{made.profile} profile" if made.profile else made.target
     show_table(f"{out}, {form}", ("", made.library), rows)
     note(f"saved to {out}; {_loading(made.load)}")

@@ -19,27 +19,11 @@ from corp.cli.arguments import Source
 from corp.cli.console import Console, note, progress
 from corp.cli.models import load_model, place
 from corp.cli.sources import calibration_batches
-from corp.errors import DataError, warn
-from corp.io.files import refuse_existing
+from corp.errors import warn
 from corp.io.observer import SILENT
 from corp.measure.cost import count_params
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
-
-
-def statistics(source: Source, stats: Path | None, recipe: Recipe, settings: Settings) -> tuple[nn.Module, Statistics]:
-    """The model with the statistics of an earlier calibration, or of one made now."""
-    if stats is not None:
-        return opened(source, recipe), read_statistics(source, stats)
-    return calibrated(source, recipe=recipe, settings=settings)
-
-
-def read_statistics(source: Source, stats: Path) -> Statistics:
-    """The statistics of an earlier calibration, which replace the data."""
-    for given, flag in ((source.calib, "--calib"), (source.samples, "--samples")):
-        if given:
-            raise DataError(f"--stats replace the data, so {flag} cannot go with it; give one of them")
-    return Statistics.load(stats)
 
 
 def opened(
@@ -55,15 +39,8 @@ def opened(
     return model
 
 
-def require_data(source: Source) -> None:
-    """Refuse a command without data before the model is loaded."""
-    if not source.calib:
-        raise DataError("no data: give images or texts with --calib (or statistics with --stats, where it is taken)")
-
-
 def batches_of(model: nn.Module, source: Source) -> Any:
     """The data of --calib as batches."""
-    require_data(source)
     with progress("reading the list of samples", None, ""):
         return calibration_batches(model, source)
 
@@ -81,7 +58,6 @@ def calibrated(
 
     `model` is the source's, if it was loaded already.
     """
-    require_data(source)
     model = opened(source, recipe, settings) if model is None else model
     batches = batches_of(model, source)
     if not quiet:
@@ -120,18 +96,6 @@ def tell_skipped(batches: Any) -> None:
         note(f"skipped {path}: {reason}")
     if bad:
         note(f"{len(bad)} of {batches.samples} images were skipped")
-
-
-def require_output(out: Path, *, overwrite: bool) -> None:
-    """Refuse an output that exists, and one on a disk that is full, before the long work."""
-    refuse_existing(out, overwrite=overwrite)
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise DataError(f"{out} cannot be written: {there} is a file, not a folder; name another place with -o")
-    if (free := shutil.disk_usage(there).free) < 1 << 20:
-        raise DataError(
-            f"the disk of {out} is full ({free} bytes are free): free some space, or write elsewhere with -o"
-        )
 
 
 def warn_of_little_space(out: Path, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, progress, show_json, show_table
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 @command
 def inspect(model: a.Model, weights: a.Weights = None, json: a.Json = False) -> None:
     """Show what can be pruned in MODEL, what cannot and why, or what was done to a saved folder."""
-    a.require_model(model)
+    early.require_model(model, weights, pretrained=False)
     from corp.adapters.registry import find_sites
     from corp.cli.models import load_model
     from corp.measure.cost import count_params
@@ -31,17 +32,21 @@ def inspect(model: a.Model, weights: a.Weights = None, json: a.Json = False) -> 
             entry["dense_width"] = before.get(entry["name"], entry["width"])
         show_json(content)
         return
-    show_table(str(Path(model)), ("site", "kind", "width", "dense"), [_row(site, before) for site in sites])
+    columns = ("site", "kind", "width", "dense") if before else ("site", "kind", "width")
+    show_table(str(Path(model)), columns, [_row(site, before)[: len(columns)] for site in sites])
     if sites.refused:
         rows = [(refusal.name, refusal.kind, refusal.reason) for refusal in sites.refused]
         show_table("cannot be pruned", ("site", "kind", "reason"), rows)
-    shares = ", ".join(f"{share:.1%} {state}" for state, share in sites.coverage().items())
-    note(f"of the parameters {shares}; {len(sites.proven)} of {len(sites)} sites were tried out on the model")
     rest = {layer.reason: layer.name for layer in sites.layers if layer.state == "refused"}
     known = {refusal.reason for refusal in sites.refused}
     if others := [(name, reason) for reason, name in rest.items() if reason not in known]:
         show_table("not recognised", ("such as", "reason"), others)
-    note(f"{count_params(loaded) / 1e6:.3f} M parameters, {len(sites)} sites ({sites.adapter})")
+    shares = sites.coverage()
+    note(
+        f"{count_params(loaded) / 1e6:.3f} M parameters: {shares['pruned']:.1%} in {len(sites)} sites that can be "
+        f"pruned ({len(sites.proven)} of them verified by a trial), {shares['refused']:.1%} in layers that cannot be "
+        f"pruned, {shares['outside']:.1%} elsewhere"
+    )
 
 
 def _row(site: Site, before: dict[str, int]) -> tuple[str, str, str, str]:

@@ -83,8 +83,12 @@ COMMANDS = {
     ),
     "export": Entry(
         "export:export",
-        "Write a pruned model so that it loads without corp: timm, transformers, ONNX or PT2.",
-        ("corp export small/ -o timm-model/", "corp export small/ --to onnx -o onnx-model/"),
+        "Write a pruned model for use without corp: timm, transformers, ONNX, PT2, vLLM or GGUF.",
+        (
+            "corp export small/ --to onnx -o onnx-model/",
+            "corp export small/ --profile compat -o timm-model/",
+            "corp export small/ --to gguf -o gguf-model/",
+        ),
     ),
     "inspect": Entry(
         "inspect:inspect",
@@ -116,7 +120,17 @@ def load_command(name: str) -> Any:
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     examples = "Examples:\n\n" + "\n".join(f"  {line}" for line in entry.examples)
     alone.command(name, epilog=examples)(getattr(import_module(f"corp.cli.{module}"), function))
-    return typer.main.get_command(alone)
+    made: Any = typer.main.get_command(alone)
+    for (
+        parameter
+    ) in made.params:  # --help shows MODEL, as the texts do, no type beside a switch, one of a list's values
+        if parameter.param_type_name == "argument":
+            parameter.metavar = parameter.name.upper()
+        elif parameter.is_flag:
+            parameter.metavar = ""
+        elif parameter.multiple:
+            parameter.metavar = "<glob>" if parameter.name in ("skip", "override") else "<path>"
+    return made
 
 
 class LazyGroup(TyperGroup):
@@ -138,16 +152,8 @@ app = typer.Typer(
 )
 
 
-def _listed(name: str, summary: str) -> None:
-    """Put a command into the list of `corp --help`; what it does is in its own module."""
-
-    @app.command(name, help=summary)
-    def unloaded() -> None:
-        raise AssertionError(f"{name} was called before it was loaded")
-
-
-for _name, _entry in COMMANDS.items():
-    _listed(_name, _entry.summary)
+for _name, _entry in COMMANDS.items():  # listed by `corp --help`, and replaced when they are chosen
+    app.command(_name, help=_entry.summary)(lambda: None)
 
 
 def _version(wanted: bool) -> None:

@@ -26,7 +26,7 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True, any_
     """The model that a name means: hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
     where = _hf_place(name)
     if weights is not None and (where or Path(name).is_dir()):
-        raise ModelError(f"{name} comes with its own weights; --weights cannot go with it")
+        raise ModelError(f"{name} comes with its own weights; leave out --weights")
     if where:
         from corp.adapters import hf_models  # transformers is imported only when one of its models is asked for
 
@@ -40,7 +40,7 @@ def load_model(name: str, weights: Path | None, *, pretrained: bool = True, any_
 
     timm_models.require_known(name)
     if weights is None and pretrained:
-        note(f"{name}: taking timm's pretrained weights (--weights FILE takes them from a file)")
+        note(f"{name}: using timm's pretrained weights (--weights FILE uses a file)")
     return timm_models.create(name, weights, pretrained=pretrained, any_size=any_size)
 
 
@@ -93,7 +93,7 @@ def tokenizer_of(name: str, given: str | None) -> Any:
 
     if given is not None:
         return hf_models.tokenizer(given.removeprefix(HF))
-    return hf_models.tokenizer(_home(name, hf_models.TOKENIZER_FILES, "--tokenizer FOLDER says where it is"))
+    return hf_models.tokenizer(_home(name, hf_models.TOKENIZER_FILES, "give its folder with --tokenizer"))
 
 
 def preprocessing_of(name: str, model: nn.Module) -> Callable[..., Any]:
@@ -123,8 +123,8 @@ def lacking_companions(model: nn.Module, out: Path) -> str | None:
     files = hf_models.PREPROCESSING_FILES if images else hf_models.TOKENIZER_FILES
     if any((out / file).is_file() for file in files):
         return None
-    remedy = "put one there" if images else "put one there, or say where it is with --tokenizer FOLDER"
-    return f"{out} goes without {files[0]}: the model has none; {remedy}"
+    remedy = "put one there" if images else "put one there, or give its folder with --tokenizer"
+    return f"{out} has no {files[0]}, because the model has none; {remedy}"
 
 
 def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
@@ -137,7 +137,7 @@ def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
         return str(folder)
     origin = _origin(folder)
     if not origin or _hf_place(origin) is None:
-        raise DataError(f"{name} holds no {' or '.join(files[:2])}; {remedy}")
+        raise DataError(f"{name} has no {' or '.join(files[:2])}; {remedy}")
     return str(_hf_place(origin))
 
 
@@ -183,8 +183,6 @@ def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
 
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     """Move the model to the device and cast it to the dtype; auto leaves it in its own."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ModelError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}")
     device = chosen_device(device)
     try:
         model = model.to(torch.device(device))

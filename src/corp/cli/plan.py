@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import Console, command, note, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import PlanError, StorageError
+from corp.errors import PlanError
 from corp.recipe import Recipe
 
 
@@ -21,27 +22,29 @@ def plan(
     collection: a.Collection,
     deployment: a.Deployment,
     stats: a.Stats = None,
-    out: Annotated[
-        Path | None, a.option("Also write the plan to this JSON file.", a.OUTPUT, "--out", "-o", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, a.option("Also write the plan to this JSON file.", a.OUTPUT, "--out", "-o")] = None,
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
-    """Show what pruning MODEL would keep and cost (dry run): per site the widths, rho² and the predicted error."""
-    a.require_model(source.model)
+    """Show what pruning MODEL would keep and cost: widths, rho² and predicted error per site."""
+    early.require_source(source, stats)
+    early.require_deployment(deployment)
+    if out is not None:
+        early.require_output_file(out, overwrite=overwrite)
     from corp import api
+    from corp.calibration.statistics import Statistics
     from corp.cli import inputs
-    from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
+    from corp.cli.deployment import DeploymentWatch, content_of, show_shift
     from corp.planning.site_plan import COLUMNS
     from corp.report.why import explained
 
-    if out is not None and out.exists() and not overwrite:
-        raise StorageError(f"{out} exists; choose another output, or pass --overwrite")
     if recipe.min_agreement is not None:
         raise PlanError("--min-agreement is measured while pruning: use corp prune, or give a target")
-    require_given(deployment)
     settings = collection.settings()
-    dense, statistics = inputs.statistics(source, stats, recipe, settings)
+    if stats is None:
+        dense, statistics = inputs.calibrated(source, recipe=recipe, settings=settings)
+    else:
+        dense, statistics = inputs.opened(source, recipe), Statistics.load(stats)
     watch = DeploymentWatch(source, dense, deployment, settings)
     statistics = watch.calibrated(statistics)
     note(f"planning {inputs.described(source, dense)} {recipe.goal()}, from {statistics.samples} samples")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from corp.calibration.batches import placement
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, progress, show_json
 from corp.cli.eval_dense import BATCH, parse_size, sized, whole_image
 from corp.cli.models import load_model, place
-from corp.errors import StorageError
-from corp.evaluate.heads import IGNORE, SEGMENTATION, HeadInfo, save_head
+from corp.evaluate.heads import IGNORE, HeadInfo, save_head
 from corp.evaluate.probe import fit_head
 
 
@@ -22,14 +22,12 @@ def probe(
     model: a.Model,
     data: Annotated[list[Path], typer.Option(help="Images with maps: images/ + labels/, or X/ beside Xannot/.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The head's file (.safetensors).")],
-    task: Annotated[str, typer.Option(help="segmentation or depth.")] = SEGMENTATION,
+    task: Annotated[Literal["segmentation", "depth"], typer.Option(help="What the maps show.")] = "segmentation",
     blocks: Annotated[int, typer.Option(help="Read the features of the last BLOCKS blocks.", min=1)] = 1,
     image_size: Annotated[
         str | None, typer.Option(help="HEIGHTxWIDTH; images are not cropped.", show_default="the model's own")
     ] = None,
-    classes: Annotated[
-        int | None, typer.Option(help="How many classes there are.", min=1, show_default="as the maps show")
-    ] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.", min=1, show_default="from the maps")] = None,
     ignore: Annotated[int, typer.Option(help="The label of unlabelled pixels.")] = IGNORE,
     depth_scale: Annotated[float, typer.Option(help="Units per metre in depth maps: 1000 for millimetres.")] = 1.0,
     weights: a.Weights = None,
@@ -43,8 +41,8 @@ def probe(
     from corp.data.dense import DensePairs, find_pairs
 
     info = HeadInfo(task, blocks, ignore, parse_size(image_size))
-    if out.exists() and not overwrite:
-        raise StorageError(f"{out} exists; choose another --out, or give --overwrite")
+    early.require_output_file(out, overwrite=overwrite)
+    early.require_paths("--data", data)
     pairs = [pair for folder in data for pair in find_pairs(folder)]
     backbone = place(load_model(model, weights), device, dtype)
     transform = whole_image(model, backbone, image_size, None)
@@ -59,6 +57,8 @@ def probe(
         numbers = {"images": found.images, "ridge": found.ridge, "explained": found.explained}
         show_json({"head": str(out), "task": task, "outputs": outputs, "width": width, **numbers})
         return
-    note(f"{found.images} images, {width} features, {outputs} output(s); ridge {found.ridge:g}, chosen on a fifth")
-    note(f"on held-out images it explains {found.explained:.1%} of the targets' variance")
-    note(f"saved {out}; evaluate it with: corp eval {model} --head {out} --data DIR")
+    note(
+        f"{found.images} images, {width} features, {outputs} output(s), ridge {found.ridge:g}: the head explains "
+        f"{found.explained:.1%} of the variance on held-out images"
+    )
+    note(f"saved to {out}; next: corp eval {model} --head {out} --data DIR")

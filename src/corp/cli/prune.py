@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
 from corp.errors import DataError, StorageError
@@ -34,46 +35,41 @@ def prune(
     deployment: a.Deployment,
     out: Annotated[
         Path | None,
-        a.option("Folder to write; it must not exist. Required, unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
+        a.option("Folder to write; it must not exist. Required unless --dry-run is given.", a.OUTPUT, "--out", "-o"),
     ] = None,
     stats: a.Stats = None,
     program: Annotated[
         Literal["transformers", "vllm", "gguf", "onnx"] | None,
         a.option(
-            "Choose options that this program can hold: one width for all layers (transformers), for all heads (and "
-            "vllm, gguf). corp export writes it.",
+            "Prune only in ways that this program can load: one width for all layers (transformers), one width for all "
+            "heads (transformers, vllm, gguf). corp export writes the format.",
             a.REMOVE,
             "--for",
-            show_default=False,
         ),
     ] = None,
     eval_data: Annotated[
         list[Path] | None,
-        a.option(
-            "Images or texts to measure on before and after: accuracy, perplexity, closeness.",
-            a.OUTPUT,
-            show_default=False,
-        ),
+        a.option("Images or texts to measure on before and after: accuracy, perplexity, closeness.", a.OUTPUT),
     ] = None,
     eval_samples: Annotated[
         int | None, a.option("How many samples of --eval-data, drawn by --seed.", a.OUTPUT, min=1, show_default="all")
     ] = None,
     head: Annotated[
-        Path | None,
-        a.option("A head (.safetensors, of corp probe) that reads the backbone's patches.", a.DATA, show_default=False),
+        Path | None, a.option("Head that reads the backbone's patches (.safetensors, from corp probe).", a.DATA)
     ] = None,
     image_size: Annotated[
         str | None,
-        a.option("HEIGHTxWIDTH that the model is used at; images are not cropped.", a.DATA, show_default="the head's"),
+        a.option("HEIGHTxWIDTH of the images in use; images are not cropped.", a.DATA, show_default="the head's"),
     ] = None,
     dry_run: Annotated[
-        bool, a.option("Only say what would be done, and how long and how much memory it takes.", a.OUTPUT, "--dry-run")
+        bool,
+        a.option("Only show what would be done, and how much time and memory it would take.", a.OUTPUT, "--dry-run"),
     ] = False,
     stream: Annotated[
         bool,
         a.option(
-            "For a model larger than memory, in a folder: one block at a time, hidden states on disk; goes on after a "
-            "kill.",
+            "Prune a folder that is larger than memory, one block at a time, hidden states on disk. Start the same "
+            "command again to continue an interrupted run.",
             a.MACHINE,
             "--stream",
         ),
@@ -83,29 +79,30 @@ def prune(
 ) -> None:
     """Prune MODEL: calibrate on unlabelled images or texts, remove, compensate, save.
 
-    Several processes share the work under torchrun: torchrun --nproc-per-node 4 -m corp prune ...
+    To share the work between processes: torchrun --nproc-per-node 4 -m corp prune ...
     """
-    a.require_model(source.model)
-    from corp import api
-    from corp.calibration import workers
-    from corp.cli import inputs
-    from corp.cli.deployment import DeploymentWatch, content_of, require_given, show_shift
-    from corp.cli.models import as_stored
-    from corp.storage.export.possible import Exports
-
+    early.require_source(source, stats)
     if out is None and not dry_run:
         raise StorageError("no output: name a new folder with -o, such as -o small/, or give --dry-run")
     if out is not None:
-        inputs.require_output(out, overwrite=overwrite)
-    if missing := [path for path in eval_data or [] if not path.exists()]:
-        raise DataError(f"--eval-data {missing[0]} does not exist")
+        early.require_output(out, overwrite=overwrite)
+    early.require_paths("--eval-data", eval_data or [])
+    early.require_deployment(deployment)
     for option, asked in (("sequential", recipe.sequential is True), ("min-agreement", recipe.min_agreement)):
         if asked and stats is not None:
-            raise DataError(f"--{option} reads the data itself: give --calib instead of --stats")
-    require_given(deployment)
+            raise DataError(f"--{option} needs the data: give --calib instead of --stats")
     in_use = head is not None or image_size is not None
     if in_use and (stats is not None or deployment.deploy_data):
-        raise DataError("--head and --image-size go with --calib, not with --stats or --deploy-data")
+        raise DataError("--head and --image-size need --calib; they cannot be combined with --stats or --deploy-data")
+
+    from corp import api
+    from corp.calibration import workers
+    from corp.calibration.statistics import Statistics
+    from corp.cli import inputs
+    from corp.cli.deployment import DeploymentWatch, content_of, show_shift
+    from corp.cli.models import as_stored
+    from corp.storage.export.possible import Exports
+
     settings = collection.settings()
     if stream:
         from corp.cli.streamed import prune_streamed, require_alone
@@ -116,9 +113,7 @@ def prune(
         })  # fmt: skip
         prune_streamed(source, recipe, settings, None if dry_run else out, None if json else show_report)
         return
-    known = None if stats is None else inputs.read_statistics(source, stats)
-    if known is None:
-        inputs.require_data(source)
+    known = None if stats is None else Statistics.load(stats)
     dense = inputs.opened(source, any_size=in_use)
     exports = None if program is None else Exports(dense)
     recipe = recipe if exports is None or program is None else exports.recipe_for(program, recipe)
@@ -238,10 +233,12 @@ def note_merging(
     target = recipe.target_macs or recipe.target_latency
     if sites is None or target is None or recipe.tokens is not None or batches is None or kind_of(dense) != IMAGE:
         return
-    offer = offer_merging(dense, sites, result.model, target, batches, forward)
+    with progress("trying merged tokens", None, ""):
+        offer = offer_merging(dense, sites, result.model, target, batches, forward)
     if offer is not None and offer.merged.divergence().value < offer.pruned.divergence().value:
-        merged, pruned = (100 * one.agreement().value for one in (offer.merged, offer.pruned))
+        merged, pruned = (one.divergence().value for one in (offer.merged, offer.pruned))
         note(
-            f"merging tokens instead, at {target:g} of the operations and before any fit: {merged:.1f} % rather than "
-            f"{pruned:.1f} % {offer.merged.what} on {offer.samples} held-out samples; --merge-tokens does both"
+            f"try --merge-tokens, which also merges tokens: merging alone, at {target:g} of the operations, has a "
+            f"divergence from the dense model of {merged:.3f} on {offer.samples} held-out samples; this model has "
+            f"{pruned:.3f}"
         )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from corp.cli import arguments as a
+from corp.cli import early
 from corp.cli.console import command, note, show_json
 from corp.errors import StorageError
 from corp.evaluate.sweep import RESULT
@@ -27,24 +28,20 @@ WANTED = "a folder of corp prune or corp.save, a folder (or --json) of corp swee
 
 @command
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of corp prune, corp sweep and corp demo.", show_default=False)
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of corp prune, corp sweep and corp demo.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     overwrite: a.Overwrite = False,
     json: a.Json = False,
 ) -> None:
-    """Write one self-contained HTML page about RUNS: what was removed, what it cost, how to make it again."""
-    if out.is_dir() or (out.exists() and not overwrite):
-        problem = "is a folder; name a file" if out.is_dir() else "exists; choose another output, or pass --overwrite"
-        raise StorageError(f"{out} {problem}")
+    """Write one self-contained HTML page about RUNS: what was removed, what it cost, how to repeat it."""
+    early.require_output_file(out, overwrite=overwrite)
     parts = [read_part(path) for path in runs]
     read = [part for part in parts if isinstance(part, Run)]
     write_text(out, page(read, [part for part in parts if isinstance(part, Study)]))
     if json:
         show_json({"output": str(out), "runs": [run.name for run in read], "curves": len(parts) - len(read)})
     else:
-        note(f"{len(read)} run(s) and {len(parts) - len(read)} set(s) of curves in {out}")
+        note(f"wrote {len(read)} run(s) and {len(parts) - len(read)} set(s) of curves; next: open {out} in a browser")
 
 
 def read_part(path: Path) -> Run | Study:

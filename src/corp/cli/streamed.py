@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def require_alone(given: Mapping[str, Any]) -> None:
     """Refuse options that want the whole model, or its statistics."""
     if odd := [flag for flag, value in given.items() if value]:
-        raise DataError(f"--stream holds one block at a time, so {odd[0]} cannot go with it; use it on the result")
+        raise DataError(f"--stream holds one block at a time, so it cannot be combined with {odd[0]}")
 
 
 def prune_streamed(
@@ -35,7 +35,6 @@ def prune_streamed(
     from corp.steps.run import Run
     from corp.storage.streamed.prune import estimate_opened, prune_opened
 
-    inputs.require_data(source)
     opened = _opened(source)
     batches = inputs.batches_of(opened.model, source)
     if out is None:

@@ -18,11 +18,13 @@ from corp.calibration.batches import without_cache
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import arguments as a
-from corp.cli import eval_text
+from corp.cli import early, eval_text
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.eval_images import find_labels
 from corp.cli.expand import expanded
+from corp.cli.inputs import tell_skipped
 from corp.cli.models import IMAGE, chosen_device, kind_of, load_model, place, tokenizer_of
+from corp.cli.recipes import parse_number
 from corp.cli.sources import IMAGE_BATCH, calibration_batches, image_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
@@ -47,39 +49,47 @@ def sweep(
     source: a.Source,
     collection: a.Collection,
     stats: a.Stats = None,
-    sparsity: Annotated[str, typer.Option(help="first:last:step, or a list: 0.3,0.5,0.7.")] = "0.1:0.7:0.1",
+    sparsity: Annotated[
+        str, typer.Option(help="Shares to remove: first:last:step, or a list such as 0.3,0.5,0.7.")
+    ] = "0.1:0.7:0.1",
     kinds: Annotated[
-        str, typer.Option(help="What to prune: mlp, attn, vo, both (MLP and Q/K), all; several with commas.")
+        str, typer.Option(help="What to prune: mlp, attn, vo, both (MLP and Q/K), all; separated by commas.")
     ] = "both",
-    compensate: Annotated[str, typer.Option(help="full, mean, none; several with commas.")] = "",
-    rank: Annotated[str, typer.Option(help="Rankings; several with commas.")] = "",
-    preset: Annotated[str, typer.Option(help="paper, vbp, grail ...; several with commas.")] = "paper",
-    ridge: Annotated[str, typer.Option(help="Ridges; several with commas.")] = "1e-3",
+    compensate: Annotated[
+        str, typer.Option(help="full, mean, none, separated by commas.", show_default="the preset's")
+    ] = "",
+    rank: Annotated[str, typer.Option(help="Rankings, separated by commas.", show_default="the preset's")] = "",
+    preset: Annotated[str, typer.Option(help="Presets such as paper, best, vbp, separated by commas.")] = "paper",
+    ridge: Annotated[str, typer.Option(help="Ridges, separated by commas.")] = "1e-3",
     calib_sizes: Annotated[
-        str, typer.Option(help="Calibrate on so many of --calib, e.g. 100,500,1000, all in one pass.")
+        str, typer.Option(help="Numbers of samples to calibrate on, such as 100,500,1000, in one pass.")
     ] = "",
     data: Annotated[
         list[Path] | None, typer.Option(help="Images or texts to evaluate on, against the dense model.")
     ] = None,
     labels: Annotated[
-        str | None, typer.Option(help="CSV of file,label; none: no labels. Default: sub-folders or synset ids.")
+        str | None,
+        typer.Option(help="CSV of file,label, or none for no labels.", show_default="sub-folders or synset ids"),
     ] = None,
     eval_samples: Annotated[
         int | None, typer.Option(help="How many samples of --data, drawn by --seed.", min=1, show_default="all")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for CSV, JSON, figures; a killed run goes on from it.")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for table, JSON and figures; an interrupted run continues from it."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing a killed run.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over instead of continuing an interrupted run.")
+    ] = False,
     json: a.Json = False,
 ) -> None:
-    """Apply many recipes to MODEL from one calibration; with --data, measure what each does.
+    """Apply many recipes to MODEL from one calibration, and measure each on --data.
 
-    Accuracy where images have labels, perplexity of language models, closeness to the dense model in any case.
-    With -o the finished cases survive a kill, and a table (CSV), everything (JSON) and figures (PNG, SVG) are written.
+    Measured are accuracy if images have labels, perplexity of language models, and closeness to the dense model.
+    With -o, an interrupted run can continue, and a table (CSV), all results (JSON) and figures (PNG, SVG) are written.
     """
-    if (stats is None) == (not source.calib):
-        raise DataError("give either --calib, a folder of images or texts, or --stats of an earlier corp calibrate")
+    early.require_source(source, stats)
+    early.require_paths("--data", data or [])
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
     grid = Grid(
@@ -95,8 +105,6 @@ def sweep(
         import_module("matplotlib")  # missing: said before the work, not after it
     source = replace(source, images=IMAGES)
     dense = place(load_model(source.model, source.weights), source.device, source.dtype)
-    if stats is not None and source.samples is not None:
-        raise DataError("--stats are of data that was seen already; --samples cannot go with it")
     judge = _evaluation(dense, source, data, labels, eval_samples) if data else None
     found = Statistics.load(stats) if stats else None
     batches = None if found else calibration_batches(dense, source)
@@ -129,14 +137,14 @@ def sweep(
         content = sweeping.result(run, about, calibration)
         if out is not None:
             _write(folder, content)
-    for path, reason in [*getattr(batches, "bad", []), *getattr(judge and judge.batches, "bad", [])]:
-        note(f"skipped {path}: {reason}")
+    for read in (batches, judge and judge.batches):
+        tell_skipped(read)
     if json:
         show_json(content)
         return
     _show(content)
     if out is not None:
-        note(f"table, figures and statistics in {out}; a page: corp report {out}")
+        note(f"saved table, figures and statistics to {out}; next: corp report {out}")
 
 
 class Judge(NamedTuple):
@@ -226,10 +234,12 @@ def _show(content: dict[str, Any]) -> None:
     show_table(f"{content['model']}: {told}", columns, cells)
     names = ("samples", "calibrate", "rank", "compensate", "plan")
     cells = [[_cell(part[name], 2) for name in names] for part in content["runtime"]]
-    show_table("seconds (plan: ranking and all predictions)", names, cells)
+    show_table("seconds (plan includes ranking and all predictions)", names, cells)
 
 
 def _cell(value: Any, digits: int = 4) -> str:
+    if isinstance(value, int) and value >= 1e5:  # parameters and operations
+        return f"{value / 1e9:.3f} G" if value >= 1e9 else f"{value / 1e6:.3f} M"
     return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
@@ -247,7 +257,4 @@ def parse_range(text: str) -> list[float]:
 
 
 def _numbers(text: str, kind: type, option: str) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise RecipeError(f"{option}: {text!r} is not a list of numbers with commas") from None
+    return [parse_number(part, kind, option) for part in text.split(",")]

@@ -29,8 +29,8 @@ def find_labels(folders: Sequence[Path], classes: int | None) -> dict[Path, int]
     if classes is not None and len(known) != classes:
         if all(SYNSET.fullmatch(name) for name in known):
             raise DataError(
-                f"{len(known)} synset ids are there but the model has {classes} classes: which of them they are is "
-                "ambiguous; give a CSV of file,label, or evaluate without labels"
+                f"the images have {len(known)} synset ids, but the model has {classes} classes, so their order "
+                "does not give the classes; pass labels=FILE.csv with lines of file,label, or labels=none"
             )
         return None
     index = {name: number for number, name in enumerate(known)}

@@ -15,11 +15,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 try:
     import fcntl
@@ -27,6 +25,9 @@ except ImportError:  # Windows has no flock; there two runs into one folder are 
     fcntl = None  # type: ignore[assignment]
 
 from corp.errors import StorageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim to be anything
 
@@ -53,6 +54,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file into a folder that is not published yet."""
+    from safetensors.torch import save_file  # imports torch, which --help and early checks need not
+
     try:
         save_file(dict(tensors), path, metadata=metadata)
     except (OSError, SafetensorError) as error:

@@ -141,7 +141,12 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
         sketches = sum(plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in own)
         seconds = load.trials * (sketches + load.tried * machine.forward)
         found.append(
-            Stage("trying widths", seconds, solving + weights, "rank='combined' needs fewer, allocate='uniform' none")
+            Stage(
+                "trying widths",
+                seconds,
+                solving + weights,
+                "rank='combined' tries fewer, allocate='uniform' none",
+            )
         )
     seconds = sum(plan_seconds(site, recipe, load, machine, known=known) for site in own)
     found.append(Stage("planning", seconds, solving + weights, _cheaper(own, recipe)))

@@ -91,7 +91,7 @@ def why_not(model: nn.Module) -> str | None:
 def decoder_of(model: Any) -> Decoder:
     """The pruned `model` as a plain Llama, on the CPU."""
     if problem := why_not(model):
-        raise StorageError(f"{problem}; use the compat profile")
+        raise StorageError(f"{problem}; use profile='compat'")
     heads, config = common_heads(model), model.config.to_dict()
     rope = static_rope(config)
     assert heads is not None
