@@ -16,6 +16,7 @@ from corp.calibration.site_sums import entry_of, read_sums
 from corp.calibration.statistics import read_entries, write_site
 from corp.errors import StorageError
 from corp.io.files import cannot_write, file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.numerics.place import Place
 
 CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 
@@ -61,14 +62,12 @@ class Checkpoint:
         generation = str(raw.get("folder"))
         entries = read_entries(index, raw["sites"])
         expected = {name: entry_of(sums, "") for name, sums in collector.sums.items()}
-        if not generation.startswith(self.path.name) or expected != {
-            n: replace(e, file="") for n, e in entries.items()
-        }:
+        found = {name: replace(entry, file="") for name, entry in entries.items()}
+        if not generation.startswith(self.path.name) or found != expected:
             raise _damaged(index)
         for name, entry in entries.items():
             sums = read_sums(file_in(self.path.with_name(generation), entry.file), entry)
-            sums.to(device if device.type != "mps" else torch.device("cpu"))
-            collector.sums[name] = sums
+            collector.sums[name] = sums.at(Place.exactly(device))
         return int(raw["samples"]), int(raw["next"])
 
 

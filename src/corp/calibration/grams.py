@@ -131,13 +131,6 @@ class Grams:
     def empty(self) -> Grams:
         return Grams(self.heads, self.width)
 
-    def to(self, device: torch.device) -> None:
-        self._q, self._k, self._key_mean, self._keys = (
-            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_mean, self._keys)
-        )
-        self.kron = None if self.kron is None else self.kron.to(device)
-        self.centred_kron = None if self.centred_kron is None else self.centred_kron.to(device)
-
     @property
     def _wide(self) -> torch.dtype:
         """The dtype of fits: float64 unless these sums were moved to a place without it."""
@@ -205,11 +198,10 @@ class Grams:
 
     def state(self) -> dict[str, Tensor]:
         """All of it as tensors, for a file: what is pending stays pending, so that a resumed run folds alike."""
-        t, wide = packed_size(self.width), torch.float64
-        shapes = {"q": (self.heads, t), "k": (self.heads, t), "key_mean": (self.heads, self.width), "keys": ()}
+        shapes = self.shapes(self.heads, self.width)
         state = {"counts": torch.tensor([self.samples, self.tokens, self.entries])}
-        for (name, shape), parts in zip(shapes.items(), (self._q, self._k, self._key_mean, self._keys), strict=True):
-            state[name] = torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=wide)
+        for name, parts in (("q", self._q), ("k", self._k), ("key_mean", self._key_mean), ("keys", self._keys)):
+            state[name] = torch.cat(parts) if parts else torch.zeros(0, *shapes[name][1:], dtype=torch.float64)
         if self.kron is not None and self.centred_kron is not None:
             state |= {"kron": self.kron, "centred_kron": self.centred_kron}
         return state

@@ -23,7 +23,7 @@ from corp.calibration.settings import Settings
 from corp.calibration.site_sums import Entry
 from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
 from corp.calibration.workers import Workers
-from corp.errors import CorpError, DataError, StatisticsError
+from corp.errors import DataError, StatisticsError
 from corp.io.files import lock_folder, refuse_existing, write_text
 from corp.io.observer import SILENT, Advance, Observer
 from corp.sites import AttentionSite, OutputHead, Site
@@ -145,10 +145,9 @@ class Job:
 
     def _on_first_worker(self, action: Callable[[], None]) -> None:
         """Rank 0 acts, the others wait; its failure is that of all."""
-        if self.workers.world == 1:
-            action()
-            return
-        self.workers.agree(_problem(action) if self.workers.rank == 0 else None)
+        with self.workers.agreeing():
+            if self.workers.rank == 0:
+                action()
 
     def _finish_group(
         self, partial: Path, number: int, group: list[Site | OutputHead], entries: dict[str, Entry]
@@ -179,14 +178,8 @@ class Job:
     def _pass(self, group: list[Site | OutputHead], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
         """One pass over the data for the sites of a group; an error on any worker is an error on all."""
         collector = Collector(group, self.tokens, causal=self.settings.causal)
-        samples, problem = 0, None
-        try:
+        with self.workers.agreeing():
             samples = self._feed(collector, checkpoint)
-        except CorpError as error:
-            if self.workers.world == 1:
-                raise
-            problem = str(error)
-        self.workers.agree(problem)
         self.inputs = next((found for found in self.workers.gather(self.inputs) if found), None)  # shards may be empty
         total = sum(self.workers.gather(samples))
         if total == 0:
@@ -245,23 +238,13 @@ class Job:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a killed run to be continued."""
-        tokens = self.settings.tokens
-        memory = "what is free" if self.settings.memory is None else self.settings.memory
         return {
             "weights": self.weights,
-            "tokens": tokens,
+            "tokens": self.settings.tokens,
             "causal": self.settings.causal,
-            "memory": memory,
+            "memory": "what is free" if self.settings.memory is None else self.settings.memory,
             "workers": self.workers.world,
             "samples in the data": self.total,
             "sites": [site.name for site in self.sites],
             **self.origin,
         }
-
-
-def _problem(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except CorpError as error:
-        return str(error)
-    return None

@@ -132,10 +132,6 @@ class PairSums:
     def empty(self) -> PairSums:
         return PairSums(self.heads, self.kv_heads, self.width, normed=self.normed)
 
-    def to(self, device: torch.device) -> None:
-        self.raw, self.weighted, self.lengths = (x.to(device) for x in (self.raw, self.weighted, self.lengths))
-        self.attended = self.attended.to(device)
-
     @property
     def finite(self) -> bool:
         return all(bool(torch.isfinite(x).all()) for x in self.state().values())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from corp.calibration.site_sums import AnySums, added, entry_of
 from corp.errors import CorpError, StatisticsError
+from corp.numerics.place import HOST, Place
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -40,10 +41,16 @@ class Workers:
         """Batches are dealt out in turn, so shards differ by one batch at most."""
         return batch % self.world == self.rank
 
-    def agree(self, problem: str | None) -> None:
-        """All workers learn whether any of them failed, and then raise the same error."""
-        if self.world == 1:
-            return
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Work that may fail on any worker: at its end all learn whether it did, and then raise the same error."""
+        problem = None
+        try:
+            yield
+        except CorpError as error:
+            if self.world == 1:
+                raise
+            problem = str(error)
         failed = [f"worker {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
         if failed:
             raise StatisticsError(f"the run failed on {len(failed)} of {self.world} workers; {failed[0]}")
@@ -65,13 +72,8 @@ class Workers:
         if self.world == 1:
             return [work(item) for item in items]
         owners = dealt([cost(item) for item in items], self.world)
-        mine: dict[int, Made] = {}
-        problem = None
-        try:
+        with self.agreeing():
             mine = {number: work(item) for number, item in enumerate(items) if owners[number] == self.rank}
-        except CorpError as error:
-            problem = str(error)
-        self.agree(problem)
         every = self.gather(mine)
         return [every[owner][number] for number, owner in enumerate(owners)]
 
@@ -89,7 +91,7 @@ class Workers:
         """The sum over all workers on rank 0 (added in order of rank, so always the same bits); others keep theirs."""
         if self.world == 1:
             return sums
-        sums.to(torch.device("cpu"))
+        sums = sums.at(Place(HOST, torch.float64))
         if self.rank != 0:
             self._send(sums, 0)
             return sums
