@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,6 +31,9 @@ except ImportError:  # Windows has no flock; there two runs into one folder are 
 from corp.errors import StorageError
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim to be anything
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,6 +64,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         raise cannot_write(path, error) from error
 
 
+def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[list[str], bytes]:
+    """The order in which safetensors writes tensors of these dtypes and shapes, and what it writes before them."""
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        dtype, shape = kinds[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        known = DTYPE_NAMES.get(dtype, str(dtype))  # of others a name of some length
+        header[name] = {"dtype": known, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return order, len(text).to_bytes(8, "little") + text
+
+
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `path` when the block ends well and vanishes when it does not."""
@@ -72,7 +92,9 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
             yield beside
             for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
                 os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
-                _flush(file)
+                if file.is_file():  # the content is on the disk before the name: after a power cut it is whole, too
+                    with file.open("rb+") as content:
+                        os.fsync(content.fileno())
             os.chmod(beside, 0o777 & ~_umask())
             _swap(beside, path, overwrite=overwrite)
     except (OSError, SafetensorError) as error:  # a library that fills the folder may come upon a full disk, too
@@ -137,13 +159,6 @@ def _sweep_up(path: Path) -> None:
         with suppress(OSError), _held(old) as free:  # it may be gone by now
             if free:
                 shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
-
-
-def _flush(file: Path) -> None:
-    """Put the content on the disk before the name: after a power cut a file is whole, too."""
-    if file.is_file():
-        with file.open("rb+") as content:
-            os.fsync(content.fileno())
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:

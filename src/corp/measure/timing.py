@@ -111,7 +111,7 @@ def interleave(
         for number in range(-warm_up, rounds):
             for position in range(len(calls)):
                 which = (position + number) % len(calls)
-                seconds = [_seconds(calls[which], clock) for _ in range(repeats)]
+                seconds = [seconds_of(calls[which], clock) for _ in range(repeats)]
                 if number >= 0:
                     timed[which].append(seconds)
     return timed
@@ -184,7 +184,8 @@ def _medians(rounds: Rounds) -> list[float]:
     return [statistics.median(seconds) for seconds in rounds]
 
 
-def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
+def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long the call takes."""
     start = clock()
     call()
     return clock() - start

@@ -129,10 +129,6 @@ class _Contract:
             raise _NotRunError("there is nothing to prune")
         return self.sites
 
-    def recipe(self, share: float) -> Recipe:
-        """All kinds that the model has, but what is refused by name."""
-        return _recipe(self.prunable(), share)
-
     def outputs(self, model: nn.Module) -> list[Tensor]:
         with torch.no_grad(), evaluating(model):
             return list(tensors(feed(model, self.batches[0], self.forward)))
@@ -148,16 +144,16 @@ class _Contract:
         return "bit-identical"
 
     def predicted(self) -> str:
-        self.prunable()
+        recipe = _recipe(self.prunable(), self.sparsity)
         stats = api.calibrate(self.model, self.batches, forward=self.forward)
-        plan = api.plan(self.model, stats, self.recipe(self.sparsity))
+        plan = api.plan(self.model, stats, recipe)
         pruned = api.apply(self.model, replace(stats, inputs=None), plan).model
         checked = check(self.model, pruned, plan, self.batches, forward=self.forward)
         require_equal(checked)
         return f"{len(checked)} of {len(plan.sites)} sites measured"
 
     def pruned(self) -> str:
-        self.result = self.prune(self.model, self.recipe(self.sparsity))
+        self.result = self.prune(self.model, _recipe(self.prunable(), self.sparsity))
         dense, smaller = (sum(p.numel() for p in m.parameters()) for m in (self.model, self.result.model))
         if not all(bool(x.isfinite().all()) for x in self.outputs(self.result.model)) or smaller >= dense:
             raise _BrokenError("the pruned model is no smaller, or its output is not finite")
@@ -206,6 +202,7 @@ class _Contract:
 
 
 def _recipe(sites: Sites, share: float) -> Recipe:
+    """All kinds that the model has, but what is refused by name."""
     kinds: dict[str, Any] = {kind: share for kind in KINDS if any(site.kind == kind for site in sites)}
     return Recipe(**kinds, skip=tuple(r.name for r in sites.refused if r.kind in kinds))
 
