@@ -36,32 +36,36 @@ DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torc
 DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, a failure to write is an error of corp that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # a library that fills a folder may come upon a full disk, too
+        raise StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader, or a crash, never sees half of it."""
-    beside: str | None = None
-    try:
+    with writing(path):
         _sweep_up(path)
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path))
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            _hold(file.fileno())
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(beside, 0o666 & ~_umask())
-            os.replace(beside, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        if beside is not None:
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                _hold(file.fileno())
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(beside, 0o666 & ~_umask())
+                os.replace(beside, path)
+        finally:
             Path(beside).unlink(missing_ok=True)  # only there when something went wrong
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file into a folder that is not published yet."""
-    try:
+    with writing(path):
         save_file(dict(tensors), path, metadata=metadata)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(path, error) from error
 
 
 def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[list[str], bytes]:
@@ -83,38 +87,29 @@ def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tup
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `path` when the block ends well and vanishes when it does not."""
     refuse_existing(path, overwrite=overwrite)
-    beside: Path | None = None
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep_up(path)
         beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=_prefix(path)))
-        with _held(beside):
-            yield beside
-            for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
-                os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
-                if file.is_file():  # the content is on the disk before the name: after a power cut it is whole, too
-                    with file.open("rb+") as content:
-                        os.fsync(content.fileno())
-            os.chmod(beside, 0o777 & ~_umask())
-            _swap(beside, path, overwrite=overwrite)
-    except (OSError, SafetensorError) as error:  # a library that fills the folder may come upon a full disk, too
-        raise cannot_write(path, error) from error
-    finally:
-        if beside is not None:
+        try:
+            with _held(beside):
+                yield beside
+                for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
+                    os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
+                    if file.is_file():  # the content is on the disk before the name: it is whole after a power cut
+                        with file.open("rb+") as content:
+                            os.fsync(content.fileno())
+                os.chmod(beside, 0o777 & ~_umask())
+                _swap(beside, path, overwrite=overwrite)
+        finally:
             shutil.rmtree(beside, ignore_errors=True)  # what went wrong, or what was replaced
-
-
-def cannot_write(path: Path, error: Exception) -> StorageError:
-    return StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
 
 
 @contextmanager
 def lock_folder(folder: Path, name: str) -> Iterator[None]:
     """One process at a time in a folder; the lock dies with its process, however that ends."""
-    try:
+    with writing(folder):
         lock = (folder / f".lock-{name}").open("w")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     with lock:
         if not _hold(lock.fileno()):
             raise StorageError(f"another run is writing to {folder}; wait for it, or choose another output")
@@ -182,7 +177,7 @@ def _swap(beside: Path, path: Path, *, overwrite: bool) -> None:
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Let two names change places in one step, with no moment without either; False where that cannot be done."""
+    """Exchange two names in one step, so that both exist at every moment; False if the system cannot do that."""
     if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "renameat2"):
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

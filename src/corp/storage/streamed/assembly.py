@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from corp.adapters.shell import placeholder, replace_parameters
-from corp.io.files import cannot_write, tensor_header
+from corp.io.files import tensor_header, writing
 from corp.planning.plan import Plan
 from corp.sites import Sites
 from corp.storage.streamed.presence import Presence
 from corp.storage.streamed.weights import Place, Weights, contents
-from corp.storage.tying import tied_names
+from corp.storage.tying import saved_state
 from corp.surgery.apply import match, set_history, shrink
 
 
@@ -33,17 +33,11 @@ def pruned_shell(dense: Presence, sites: Sites, plan: Plan, shards: Sequence[Pat
         replace_parameters(smaller, {id(p): placeholder(p, dtype, device) for p in made})
         shared |= {id(p): p for p in smaller.parameters()}
     held = contents(shards)
-    places: dict[str, Place] = {name: held.get(name) or dense.weights.places[name] for name in saved_names(smaller)}
+    places: dict[str, Place] = {name: held.get(name) or dense.weights.places[name] for name in saved_state(smaller)}
     set_history(smaller, (plan,))
     presence = Presence(smaller, Weights(places, dtype, device), dense.units)
     presence.load_buffers()
     return presence
-
-
-def saved_names(model: nn.Module) -> list[str]:
-    """The names under which a model's tensors are saved, tied ones once."""
-    tied = tied_names(model)
-    return [name for name in model.state_dict() if name not in tied]
 
 
 def write_streamed(path: Path, model: nn.Module, weights: Weights) -> None:
@@ -51,10 +45,7 @@ def write_streamed(path: Path, model: nn.Module, weights: Weights) -> None:
     state = model.state_dict()
     kinds = {name: weights.dtype if state[name].is_floating_point() else state[name].dtype for name in weights.places}
     order, header = tensor_header({name: (kind, state[name].shape) for name, kind in kinds.items()})
-    try:
-        with path.open("wb") as file:
-            file.write(header)
-            for _, tensor in weights.each(order):
-                file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    with writing(path), path.open("wb") as file:
+        file.write(header)
+        for _, tensor in weights.each(order):
+            file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
