@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -26,8 +26,7 @@ from corp.errors import StatisticsError
 from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite
 
 
-@dataclass
-class Cursor:
+class Cursor(NamedTuple):
     """Where in the data the forward pass under way is: set before each batch, read by the hooks."""
 
     sample: int = 0  # index of the batch's first sample among all
@@ -87,7 +86,7 @@ class Collector:
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
-        """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
+        """Hooks, removed at the end; until then nn.MultiheadAttention's fast path, which bypasses them, is off."""
         handles = self.masks.watch(model, self.sites)
         kernels = [self._see_kernel(site) for site in self.sites if _read_at_kernel(site)]
         with without_fast_path(), removing(handles), watching_kernel(model, kernels):
@@ -118,9 +117,7 @@ class Collector:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             stream = output[0] if isinstance(output, tuple) and output else output
             if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
-                mask = self.masks.of(site.mask)
-                x = as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
-                self._current(site.name, Moments).see_stream(real_tokens(x, fitting(mask, x, site.mask)))
+                self._current(site.name, Moments).see_stream(real_tokens(*self._by_sample(site, stream)))
 
         return [model.get_submodule(name).register_forward_hook(here(after))]
 
@@ -130,13 +127,14 @@ class Collector:
         """Show the input of the linear as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
+        hook = here(lambda _module, args: see(*self._by_sample(site, args[0])))
+        return model.get_submodule(site.down).register_forward_pre_hook(hook)
 
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            mask = self.masks.of(site.mask)
-            x = as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
-            see(x, fitting(mask, x, site.mask))
-
-        return model.get_submodule(site.down).register_forward_pre_hook(here(hook))
+    def _by_sample(self, site: LinearSite | OutputHead, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens (B, n, D) that pass a site, and the mask (B, n) of the real ones."""
+        mask = self.masks.of(site.mask)
+        x = as_samples(x, mask, self.cursor.size, batch_first=site.batch_first)
+        return x, fitting(mask, x, site.mask)
 
     def _before_multihead(
         self, model: nn.Module, site: ValueSite, see: Callable[[Tensor, Tensor | None], None]

@@ -74,10 +74,6 @@ class Grams:
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
         self.centred_kron: Tensor | None = None  # the same of keys centred within their entry; there when kron is
 
-    @property
-    def fold_after(self) -> int:
-        return folds_after(self.width)
-
     def update(
         self,
         q: Tensor,
@@ -120,7 +116,7 @@ class Grams:
         self.entries += len(g_q)
         self._pending += len(g_q)
         self.tokens += tokens
-        if self.entries > self.fold_after and self._pending >= FOLD_BLOCK:
+        if self.entries > folds_after(self.width) and self._pending >= FOLD_BLOCK:
             self.fold()
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -192,7 +188,7 @@ class Grams:
         both._trace = self._trace + other._trace.to(self._trace.device)
         both._pending = self._pending + other._pending
         both.kron, both.centred_kron = _sum(self.kron, other.kron), _sum(self.centred_kron, other.centred_kron)
-        if both.kron is not None or both.entries > both.fold_after:
+        if both.kron is not None or both.entries > folds_after(both.width):
             both.fold()
         return both
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of, uncompiled
 from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
-from corp.calibration.collector import Collector
+from corp.calibration.collector import Collector, Cursor
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.memory import free_bytes, human, passes
 from corp.calibration.offload import offloaded
@@ -206,9 +206,8 @@ class Job:
                         self.held.offer(index, batch)
                     if not mine(index):
                         continue
-                    collector.cursor.sample = start
-                    collector.cursor.held = self.rule.holds(index)
-                    collector.cursor.size = count = size_of(batch)
+                    count = size_of(batch)
+                    collector.cursor = Cursor(start, self.rule.holds(index), count)
                     if self.recording is not None and self.recording.wants(index):
                         self.recording.record(batch, partial(self._run, batch))
                     else:
@@ -224,7 +223,7 @@ class Job:
         if self.workers.world == 1 or not needed:
             return
         for _, _, batch in enumerate_batches(self.batches, lambda i: i == 0):
-            collector.cursor.size = size_of(batch)
+            collector.cursor = Cursor(size=size_of(batch))
             with collector.finding_shifts(self.model):
                 self._run(batch)
             break

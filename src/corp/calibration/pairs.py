@@ -143,9 +143,8 @@ class PairSums:
                 f"pair sums of {self.heads} heads x {self.width} and of {other.heads} x {other.width} do not add"
             )
         both = self.empty()
-        both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
-        both.raw, both.weighted = self.raw + other.raw, self.weighted + other.weighted
-        both.lengths, both.attended = self.lengths + other.lengths, self.attended + other.attended
+        for name in ("samples", "tokens", "raw", "weighted", "lengths", "attended"):
+            setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
 
     def state(self) -> dict[str, Tensor]:

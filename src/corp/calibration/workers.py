@@ -65,7 +65,7 @@ class Workers:
         return list(values)
 
     def map(self, work: Callable[[Item], Made], items: Sequence[Item], cost: Callable[[Item], float]) -> list[Made]:
-        """work(item) of all items, in order, on every worker; they are dealt out by predicted cost, dearest first.
+        """work(item) of all items, in order, on every worker; dealt out by predicted cost, the highest first.
 
         Each item is worked on by one worker, whose tensors the others get: the same bits as one process has.
         """
@@ -122,7 +122,7 @@ class Workers:
 
 
 def dealt(costs: Sequence[float], workers: int) -> list[int]:
-    """Who does what: the dearest first, each to the worker with the least to do."""
+    """The worker of every item: the most expensive items first, each to the worker with the least to do."""
     load, owners = [0.0] * workers, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         owners[number] = load.index(min(load))

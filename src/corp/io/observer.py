@@ -19,10 +19,7 @@ class Observer:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Watch a stage of `total` units, or at most so many; the function it gives is called with how many are done.
-
-        `total` is None if their number is unknown.
-        """
+        """Watch a stage of at most `total` units (None: unknown); the function it gives is told how many are done."""
         yield lambda _done: None
 
     def note(self, message: str) -> None:

@@ -37,7 +37,7 @@ REPLAYS = 2.4  # times that the refit runs a block
 SOLVES = 7.0  # D^3: a layer's refit
 SITE = 0.012  # seconds that a step takes at the smallest site
 TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
-COSTLY = 30.0  # seconds from which on a stage that outweighs the pass over the data is worth a word
+COSTLY = 30.0  # seconds: a longer stage that also outweighs the pass over the data is mentioned
 
 
 class Machine(NamedTuple):
@@ -248,6 +248,6 @@ def measure_machine(
 
 
 def _products(dtype: torch.dtype) -> float:
-    """Multiply-accumulates per second of a square matrix product: the best of three."""
+    """Multiply-accumulates per second of a square matrix product, in the best of four runs."""
     a = torch.ones(512, 512, dtype=dtype)
     return float(512**3 / min(seconds_of(lambda: a @ a) for _ in range(4)))

@@ -22,7 +22,7 @@ from corp.errors import RecipeError
 CONFIDENCE = 0.95
 MIN_ROUNDS = 6  # below six the two extremes enclose the median in fewer than 95 % of cases: 1 - 2 / 2^5 = 0.94
 WARM_UP = 3  # rounds that are thrown away: allocators, kernel choice and caches settle in them
-FAR_MORE, LITTLE = 1.5, 0.5  # from where on batch 1 counts as bound by launches: time ratio, share of the ideal gain
+FAR_MORE, LITTLE = 1.5, 0.5  # launch-bound at batch 1: above this time ratio, below this share of the gain
 Rounds: TypeAlias = list[list[float]]  # seconds per call, by round
 
 

@@ -51,7 +51,7 @@ def tokens_at(model: nn.Module, sites: Iterable[Site], batch: Any, forward: Forw
 
 
 def _read(site: Site) -> str:
-    """Under which name the site's tokens are noted."""
+    """The name under which the site's tokens are noted."""
     if isinstance(site, MLPSite):
         return site.down
     return _values(site)[1] if isinstance(site, ValueSite) else _queries(site)[0]
@@ -84,7 +84,7 @@ def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
 
 
 def _queries(site: AttentionSite) -> tuple[str, str]:
-    """Under which names it is noted what passes as queries and as keys."""
+    """The names under which queries and keys are noted."""
     return (f"{site.name} q", f"{site.name} k") if site.q.bare else (site.q.module, site.k.module)
 
 
