@@ -15,7 +15,8 @@ from corp.calibration.collector import Collector
 from corp.calibration.site_sums import entry_of, read_sums
 from corp.calibration.statistics import read_entries, write_site
 from corp.errors import StorageError
-from corp.io.files import cannot_write, file_in, lock_folder, read_json, refuse_existing, write_text
+from corp.io.files import file_in, lock_folder, read_json, refuse_existing, write_text, writing
+from corp.numerics.place import Place
 
 CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 
@@ -40,11 +41,9 @@ class Checkpoint:
         generation = f"{self.path.name}.{next_batch}"
         folder = self.path.with_name(generation)
         shutil.rmtree(folder, ignore_errors=True)
-        try:
+        with writing(folder):
             folder.mkdir()
             entries = {name: write_site(folder, i, sums) for i, (name, sums) in enumerate(collector.sums.items())}
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         content = {"folder": generation, "samples": samples, "next": next_batch}
         content["sites"] = {name: vars(entry) for name, entry in entries.items()}
         write_text(self.path.with_suffix(".json"), json.dumps(content))
@@ -61,14 +60,12 @@ class Checkpoint:
         generation = str(raw.get("folder"))
         entries = read_entries(index, raw["sites"])
         expected = {name: entry_of(sums, "") for name, sums in collector.sums.items()}
-        if not generation.startswith(self.path.name) or expected != {
-            n: replace(e, file="") for n, e in entries.items()
-        }:
+        found = {name: replace(entry, file="") for name, entry in entries.items()}
+        if not generation.startswith(self.path.name) or found != expected:
             raise _damaged(index)
         for name, entry in entries.items():
             sums = read_sums(file_in(self.path.with_name(generation), entry.file), entry)
-            sums.to(device if device.type != "mps" else torch.device("cpu"))
-            collector.sums[name] = sums
+            collector.sums[name] = sums.at(Place.exactly(device))
         return int(raw["samples"]), int(raw["next"])
 
 
@@ -113,10 +110,8 @@ def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> N
             told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
             raise StorageError(f"an unfinished run is there, of another command ({told}); fresh=True starts over")
         return
-    try:
+    with writing(partial):
         partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(partial, error) from error
     write_text(record, json.dumps(identity))
 
 
@@ -126,11 +121,9 @@ def publish(partial: Path, out: Path) -> None:
     The record of what it is a run of goes last: with it, a kill in here only means publishing again.
     """
     refuse_existing(out, overwrite=False)
-    try:
+    with writing(out):
         for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass*.json")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         for last in (*partial.glob(".lock-*"), partial / "run.json"):
             last.unlink()
         partial.rename(out)
-    except OSError as error:
-        raise cannot_write(out, error) from error

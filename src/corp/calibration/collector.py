@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from corp.calibration.grams import Grams
-from corp.calibration.heads import Heads, split_heads
+from corp.calibration.heads import Heads, lengths_of, normed, split_heads
 from corp.calibration.hooks import block_of, removing, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
-from corp.calibration.normed import lengths_of, normed
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Sums, empty_sums
 from corp.calibration.threads import here
@@ -26,8 +26,7 @@ from corp.errors import StatisticsError
 from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite
 
 
-@dataclass
-class Cursor:
+class Cursor(NamedTuple):
     """Where in the data the forward pass under way is: set before each batch, read by the hooks."""
 
     sample: int = 0  # index of the batch's first sample among all
@@ -73,19 +72,23 @@ class Collector:
     @contextmanager
     def finding_shifts(self, model: nn.Module) -> Iterator[None]:
         """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
+
+        def see(name: str, x: Tensor, mask: Tensor | None) -> None:
+            sums: Any = self.sums[name]
+            sums.fit.shift = shift_of(real_tokens(x, mask))
+            sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
+
         with self.hooks(model) as handles:
             for site in self.sites:
                 if not isinstance(site, AttentionSite):
-                    handles.append(self.before(model, site, self._set_shift(site.name)))
+                    handles.append(self.before(model, site, partial(see, site.name)))
             yield
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
-        """Hooks, removed at the end; nn.MultiheadAttention's fast path, which passes by them, is closed till then."""
+        """Hooks, removed at the end; until then nn.MultiheadAttention's fast path, which bypasses them, is off."""
         handles = self.masks.watch(model, self.sites)
-        kernels = [
-            self._see_kernel(site) for site in self.sites if not isinstance(site, OutputHead) and _read_at_kernel(site)
-        ]
+        kernels = [self._see_kernel(site) for site in self.sites if _read_at_kernel(site)]
         with without_fast_path(), removing(handles), watching_kernel(model, kernels):
             yield handles
 
@@ -114,19 +117,9 @@ class Collector:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             stream = output[0] if isinstance(output, tuple) and output else output
             if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
-                mask = self.masks.of(site.mask)
-                x = as_samples(stream, mask, self.cursor.size, batch_first=site.batch_first)
-                self._current(site.name, Moments).see_stream(real_tokens(x, fitting(mask, x, site.mask)))
+                self._current(site.name, Moments).see_stream(real_tokens(*self._by_sample(site, stream)))
 
         return [model.get_submodule(name).register_forward_hook(here(after))]
-
-    def _set_shift(self, name: str) -> Callable[[Tensor, Tensor | None], None]:
-        def see(x: Tensor, mask: Tensor | None) -> None:
-            sums: Any = self.sums[name]
-            sums.fit.shift = shift_of(real_tokens(x, mask))
-            sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
-
-        return see
 
     def before(
         self, model: nn.Module, site: LinearSite | OutputHead, see: Callable[[Tensor, Tensor | None], None]
@@ -134,13 +127,14 @@ class Collector:
         """Show the input of the linear as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
+        hook = here(lambda _module, args: see(*self._by_sample(site, args[0])))
+        return model.get_submodule(site.down).register_forward_pre_hook(hook)
 
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            mask = self.masks.of(site.mask)
-            x = as_samples(args[0], mask, self.cursor.size, batch_first=site.batch_first)
-            see(x, fitting(mask, x, site.mask))
-
-        return model.get_submodule(site.down).register_forward_pre_hook(here(hook))
+    def _by_sample(self, site: LinearSite | OutputHead, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens (B, n, D) that pass a site, and the mask (B, n) of the real ones."""
+        mask = self.masks.of(site.mask)
+        x = as_samples(x, mask, self.cursor.size, batch_first=site.batch_first)
+        return x, fitting(mask, x, site.mask)
 
     def _before_multihead(
         self, model: nn.Module, site: ValueSite, see: Callable[[Tensor, Tensor | None], None]
@@ -196,9 +190,8 @@ class Collector:
             handles.append(attention.register_forward_pre_hook(here(before), with_kwargs=True))
         return handles
 
-    def _see_kernel(self, site: Site) -> Watched:
+    def _see_kernel(self, site: AttentionSite) -> Watched:
         """Queries and keys (B, H, n, d) as the kernel takes them; keys may have been repeated for their queries."""
-        assert isinstance(site, AttentionSite)
         order = site.q.head_order
 
         def see(q: Tensor, k: Tensor, scale: float) -> None:
@@ -249,7 +242,7 @@ class Collector:
         _require_finite(grams, site.name)
 
 
-def _read_at_kernel(site: Site) -> bool:
+def _read_at_kernel(site: Site | OutputHead) -> TypeGuard[AttentionSite]:
     """Rotary sites whose angles are no argument of the attention."""
     return isinstance(site, AttentionSite) and site.rotary is not None and site.rotary.argument is None
 

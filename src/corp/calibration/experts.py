@@ -14,7 +14,7 @@ from corp.sites import MLPSite, Site
 
 
 def supplied(stats: Statistics, sites: Iterable[Site]) -> Statistics:
-    """The statistics, in which experts that saw fewer tokens than they have channels have uncorrelated ones.
+    """The statistics, with uncorrelated channels for experts that saw fewer tokens than they have channels.
 
     Such an expert keeps the channels that matter most by their energies, as far as known, and the weights; nothing is
     predicted from anything else.

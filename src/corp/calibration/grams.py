@@ -74,10 +74,6 @@ class Grams:
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
         self.centred_kron: Tensor | None = None  # the same of keys centred within their entry; there when kron is
 
-    @property
-    def fold_after(self) -> int:
-        return folds_after(self.width)
-
     def update(
         self,
         q: Tensor,
@@ -120,7 +116,7 @@ class Grams:
         self.entries += len(g_q)
         self._pending += len(g_q)
         self.tokens += tokens
-        if self.entries > self.fold_after and self._pending >= FOLD_BLOCK:
+        if self.entries > folds_after(self.width) and self._pending >= FOLD_BLOCK:
             self.fold()
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -130,13 +126,6 @@ class Grams:
 
     def empty(self) -> Grams:
         return Grams(self.heads, self.width)
-
-    def to(self, device: torch.device) -> None:
-        self._q, self._k, self._key_mean, self._keys = (
-            [part.to(device) for part in parts] for parts in (self._q, self._k, self._key_mean, self._keys)
-        )
-        self.kron = None if self.kron is None else self.kron.to(device)
-        self.centred_kron = None if self.centred_kron is None else self.centred_kron.to(device)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -199,17 +188,16 @@ class Grams:
         both._trace = self._trace + other._trace.to(self._trace.device)
         both._pending = self._pending + other._pending
         both.kron, both.centred_kron = _sum(self.kron, other.kron), _sum(self.centred_kron, other.centred_kron)
-        if both.kron is not None or both.entries > both.fold_after:
+        if both.kron is not None or both.entries > folds_after(both.width):
             both.fold()
         return both
 
     def state(self) -> dict[str, Tensor]:
         """All of it as tensors, for a file: what is pending stays pending, so that a resumed run folds alike."""
-        t, wide = packed_size(self.width), torch.float64
-        shapes = {"q": (self.heads, t), "k": (self.heads, t), "key_mean": (self.heads, self.width), "keys": ()}
+        shapes = self.shapes(self.heads, self.width)
         state = {"counts": torch.tensor([self.samples, self.tokens, self.entries])}
-        for (name, shape), parts in zip(shapes.items(), (self._q, self._k, self._key_mean, self._keys), strict=True):
-            state[name] = torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=wide)
+        for name, parts in (("q", self._q), ("k", self._k), ("key_mean", self._key_mean), ("keys", self._keys)):
+            state[name] = torch.cat(parts) if parts else torch.zeros(0, *shapes[name][1:], dtype=torch.float64)
         if self.kron is not None and self.centred_kron is not None:
             state |= {"kron": self.kron, "centred_kron": self.centred_kron}
         return state

@@ -1,12 +1,13 @@
-"""Queries and keys of one call of an attention, head by head."""
+"""Queries and keys of one call of an attention, head by head: split, rotated, normed, and their lengths before."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from corp.numerics.lengths import length_features
 from corp.numerics.rotary import rotate
 from corp.sites import AttentionSite
 
@@ -44,3 +45,19 @@ def _rotated(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads (B, H, n, d), the first `dims` dimensions rotated; in float32 at least, like the products to come."""
     x = x if x.dtype == torch.float64 else x.float()
     return torch.cat([rotate(x[..., :dims], cos[:, None].to(x), sin[:, None].to(x)), x[..., dims:]], -1)
+
+
+def normed(model: nn.Module, site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries (B, n, H d) and keys (B, n, K d) as the model's own norms leave every head."""
+    assert site.norm is not None
+    norms = ((site.norm.q, site.heads, q), (site.norm.k, site.groups, k))
+    q, k = (model.get_submodule(name)(x.unflatten(-1, (heads, -1))).flatten(2) for name, heads, x in norms)
+    return q, k
+
+
+def lengths_of(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What numerics.lengths needs of queries and keys before their norms, (B, heads, n, d + 1); None without norms."""
+    if site.norm is None:
+        return None
+    q, k = (x.unflatten(-1, (count, -1)).transpose(1, 2) for x, count in ((q, site.heads), (k, site.groups)))
+    return length_features(q, site.norm.eps), length_features(k, site.norm.eps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from corp.calibration.batches import enumerate_batches, size_of
 
-EVERY = 8  # one in so many is held out, more of very few
+EVERY = 8  # one batch in this many is held out; more if there are very few
 FIRST = 1  # the first of them: of two batches, one is fitted and one is held out
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of, uncompiled
 from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
-from corp.calibration.collector import Collector
+from corp.calibration.collector import Collector, Cursor
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.memory import free_bytes, human, passes
 from corp.calibration.offload import offloaded
@@ -23,7 +23,7 @@ from corp.calibration.settings import Settings
 from corp.calibration.site_sums import Entry
 from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
 from corp.calibration.workers import Workers
-from corp.errors import CorpError, DataError, StatisticsError
+from corp.errors import DataError, StatisticsError
 from corp.io.files import lock_folder, refuse_existing, write_text
 from corp.io.observer import SILENT, Advance, Observer
 from corp.sites import AttentionSite, OutputHead, Site
@@ -145,10 +145,9 @@ class Job:
 
     def _on_first_worker(self, action: Callable[[], None]) -> None:
         """Rank 0 acts, the others wait; its failure is that of all."""
-        if self.workers.world == 1:
-            action()
-            return
-        self.workers.agree(_problem(action) if self.workers.rank == 0 else None)
+        with self.workers.agreeing():
+            if self.workers.rank == 0:
+                action()
 
     def _finish_group(
         self, partial: Path, number: int, group: list[Site | OutputHead], entries: dict[str, Entry]
@@ -179,14 +178,8 @@ class Job:
     def _pass(self, group: list[Site | OutputHead], checkpoint: Checkpoint | None) -> tuple[Collector, int]:
         """One pass over the data for the sites of a group; an error on any worker is an error on all."""
         collector = Collector(group, self.tokens, causal=self.settings.causal)
-        samples, problem = 0, None
-        try:
+        with self.workers.agreeing():
             samples = self._feed(collector, checkpoint)
-        except CorpError as error:
-            if self.workers.world == 1:
-                raise
-            problem = str(error)
-        self.workers.agree(problem)
         self.inputs = next((found for found in self.workers.gather(self.inputs) if found), None)  # shards may be empty
         total = sum(self.workers.gather(samples))
         if total == 0:
@@ -213,9 +206,8 @@ class Job:
                         self.held.offer(index, batch)
                     if not mine(index):
                         continue
-                    collector.cursor.sample = start
-                    collector.cursor.held = self.rule.holds(index)
-                    collector.cursor.size = count = size_of(batch)
+                    count = size_of(batch)
+                    collector.cursor = Cursor(start, self.rule.holds(index), count)
                     if self.recording is not None and self.recording.wants(index):
                         self.recording.record(batch, partial(self._run, batch))
                     else:
@@ -231,7 +223,7 @@ class Job:
         if self.workers.world == 1 or not needed:
             return
         for _, _, batch in enumerate_batches(self.batches, lambda i: i == 0):
-            collector.cursor.size = size_of(batch)
+            collector.cursor = Cursor(size=size_of(batch))
             with collector.finding_shifts(self.model):
                 self._run(batch)
             break
@@ -245,23 +237,13 @@ class Job:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a killed run to be continued."""
-        tokens = self.settings.tokens
-        memory = "what is free" if self.settings.memory is None else self.settings.memory
         return {
             "weights": self.weights,
-            "tokens": tokens,
+            "tokens": self.settings.tokens,
             "causal": self.settings.causal,
-            "memory": memory,
+            "memory": "what is free" if self.settings.memory is None else self.settings.memory,
             "workers": self.workers.world,
             "samples in the data": self.total,
             "sites": [site.name for site in self.sites],
             **self.origin,
         }
-
-
-def _problem(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except CorpError as error:
-        return str(error)
-    return None

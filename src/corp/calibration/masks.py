@@ -1,4 +1,4 @@
-"""Which tokens of the batch under way are real: read off the calls of the modules that are told."""
+"""Which tokens of the batch under way are real, read from the calls of the modules that are given a mask."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Masks:
 
 
 def bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward call by name. Of the class's forward: offloading wraps the instance's."""
+    """The arguments of a forward call by name; by the class's signature, because offloading wraps the instance."""
     call = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs)
     extra = [p.name for p in call.signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     return {**call.arguments, **{k: v for name in extra for k, v in call.arguments.get(name, {}).items()}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -14,6 +15,7 @@ ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper's "active probab
 BLOCK = 256  # columns per block of the upper triangle: narrower products run slower than they save
 CHUNK = 4096  # tokens centred at a time: bounds the copy, and what is just written is still in cache when multiplied
 SMALL_CHUNK = 512  # tokens at a time where there is nothing but sums to form
+CHANNELS = ("total_seen", "square_seen", "total", "active")  # sums with one number per channel
 
 
 class Moments:
@@ -89,8 +91,8 @@ class Moments:
         return Moments(self.width)
 
     def to(self, device: torch.device) -> None:
-        self.total, self.outer, self.active = (t.to(device) for t in (self.total, self.outer, self.active))
-        self.total_seen, self.square_seen = self.total_seen.to(device), self.square_seen.to(device)
+        for name in ("outer", *CHANNELS):
+            setattr(self, name, getattr(self, name).to(device))
         self.shift = None if self.shift is None else self.shift.to(device)
 
     @property
@@ -132,63 +134,41 @@ class Moments:
         if self.n == 0 or other.n == 0:
             return other if self.n == 0 else self
         both = Moments(self.width)
-        both.shift, both.n, both.seen = self._shift(), self.n + other.n, self.seen + other.seen
+        both.shift = self._shift()
         rebased = other._rebased(both.shift)
-        both.total_seen = self.total_seen + rebased.total_seen
-        both.square_seen = self.square_seen + rebased.square_seen
-        both.total = self.total + rebased.total
-        both.outer = self.outer + rebased.outer
-        both.active = self.active + other.active
-        both.stream = self.stream + other.stream
+        for name in ("n", "seen", "outer", "stream", *CHANNELS):
+            setattr(both, name, getattr(self, name) + getattr(rebased, name))
         return both
 
     def state(self) -> dict[str, Tensor]:
         """All of it as tensors, for a file."""
         shift = torch.zeros(0, dtype=torch.float64) if self.shift is None else self.shift
-        return {
-            "counts": torch.tensor([self.n, self.seen], dtype=torch.int64),
-            "shift": shift,
-            "total_seen": self.total_seen,
-            "square_seen": self.square_seen,
-            "total": self.total,
-            "outer": pack(self.outer),
-            "active": self.active,
-            "stream": self.stream,
-        }
+        state = {"counts": torch.tensor([self.n, self.seen]), "shift": shift, "outer": pack(self.outer)}
+        return {**state, "stream": self.stream, **{name: getattr(self, name) for name in CHANNELS}}
 
     @classmethod
     def from_state(cls, width: int, state: dict[str, Tensor]) -> Moments:
         moments = cls(width)
         moments.n, moments.seen = (int(count) for count in state["counts"])
-        moments.total_seen, moments.square_seen = state["total_seen"], state["square_seen"]
         moments.shift = state["shift"] if len(state["shift"]) else None
-        moments.total, moments.active = state["total"], state["active"]
-        moments.outer = unpack(state["outer"], width)
-        moments.stream = state["stream"]
+        moments.outer, moments.stream = unpack(state["outer"], width), state["stream"]
+        for name in CHANNELS:
+            setattr(moments, name, state[name])
         return moments
 
     @staticmethod
     def shapes(width: int) -> dict[str, tuple[int, ...]]:
         """What `state` holds once tokens were seen: checked before a stranger's file is read."""
-        return {
-            "counts": (2,),
-            "shift": (width,),
-            "total_seen": (width,),
-            "square_seen": (width,),
-            "total": (width,),
-            "outer": (width * (width + 1) // 2,),
-            "active": (width,),
-            "stream": (2,),
-        }
+        whole = {"counts": (2,), "stream": (2,), "outer": (width * (width + 1) // 2,)}
+        return {**whole, **dict.fromkeys(("shift", *CHANNELS), (width,))}
 
     def _rebased(self, shift: Tensor) -> Moments:
         """These sums about another shift: y' = y + e with e = old shift - new shift."""
         e = self._shift() - shift
         if not bool(e.any()):
             return self
-        moved = Moments(self.width)
-        moved.n, moved.seen, moved.shift, moved.active = self.n, self.seen, shift, self.active
-        moved.stream = self.stream
+        moved = copy.copy(self)
+        moved.shift = shift
         moved.total_seen = self.total_seen + self.seen * e
         moved.square_seen = self.square_seen + 2 * e * self.total_seen + self.seen * e.square()
         moved.total = self.total + self.n * e

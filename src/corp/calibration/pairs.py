@@ -132,10 +132,6 @@ class PairSums:
     def empty(self) -> PairSums:
         return PairSums(self.heads, self.kv_heads, self.width, normed=self.normed)
 
-    def to(self, device: torch.device) -> None:
-        self.raw, self.weighted, self.lengths = (x.to(device) for x in (self.raw, self.weighted, self.lengths))
-        self.attended = self.attended.to(device)
-
     @property
     def finite(self) -> bool:
         return all(bool(torch.isfinite(x).all()) for x in self.state().values())
@@ -147,9 +143,8 @@ class PairSums:
                 f"pair sums of {self.heads} heads x {self.width} and of {other.heads} x {other.width} do not add"
             )
         both = self.empty()
-        both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
-        both.raw, both.weighted = self.raw + other.raw, self.weighted + other.weighted
-        both.lengths, both.attended = self.lengths + other.lengths, self.attended + other.attended
+        for name in ("samples", "tokens", "raw", "weighted", "lengths", "attended"):
+            setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
 
     def state(self) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def same_lengths(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Te
 
 
 def query_blocks(q: Tensor, k: Tensor, blocks: int, window: int | None = None) -> Iterator[Block]:
-    """So many blocks of queries, each with all keys up to its end, or of a window those that any of its queries sees.
+    """The queries in blocks, each with all keys up to its end; with a window, with those that any of its queries sees.
 
     q (B, H, n, d), k (B, K, n, d). One block without a window is every query with every key.
     """

@@ -40,10 +40,6 @@ class SiteSums(Generic[Sums]):
         """These sums without what was held out."""
         return SiteSums(self.fit, self.fit.empty())
 
-    def to(self, device: torch.device) -> None:
-        self.fit.to(device)
-        self.held.to(device)
-
     def at(self, place: Place) -> SiteSums[Sums]:
         """These sums at another place: themselves if they are there."""
         return SiteSums(_at(self.fit, place), _at(self.held, place))

@@ -102,21 +102,19 @@ def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:
 
 def merge(parts: Sequence[Path], out: Path) -> Statistics:
     """Add the statistics of several folders into a new one, one site in memory at a time."""
-    opened = [Statistics.load(part) for part in parts]
-    header = opened[0]
-    for other in opened[1:]:
-        if any(part in _sources(header) for part in _sources(other)):
+    total, *others = map(Statistics.load, parts)
+    for other in others:
+        if any(part in _sources(total) for part in _sources(other)):
             raise StatisticsError("two of these statistics come from the same data; it would be counted twice")
-        header = Statistics(header.sums, **merged_header(header, other))
-    with new_folder(out) as folder:
-        entries = {}
-        for number, name in enumerate(header.sums):
-            sums = opened[0].sums[name]
-            for other in opened[1:]:
-                sums = added(sums, other.sums[name])
-            entries[name] = write_site(folder, number, sums)
-        write_manifest(folder, header, entries)
+        total = _sum_on_demand(total, other)
+    total.save(out)
     return Statistics.load(out)
+
+
+def _sum_on_demand(first: Statistics, second: Statistics) -> Statistics:
+    """The sum of two, in which a site's sums are read and added when they are asked for."""
+    sums = changed(first.sums, lambda name, sums: added(sums, second.sums[name]))
+    return Statistics(sums, **merged_header(first, second))
 
 
 def _sources(stats: Statistics) -> list[str]:

@@ -1,4 +1,4 @@
-"""What lets other threads use a model meanwhile: hooks for one thread, settings that the last to leave puts back."""
+"""Other threads may use a model meanwhile: hooks act in one thread, and the last one to leave restores settings."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from corp.calibration.site_sums import AnySums, added, entry_of
 from corp.errors import CorpError, StatisticsError
+from corp.numerics.place import HOST, Place
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -40,10 +41,16 @@ class Workers:
         """Batches are dealt out in turn, so shards differ by one batch at most."""
         return batch % self.world == self.rank
 
-    def agree(self, problem: str | None) -> None:
-        """All workers learn whether any of them failed, and then raise the same error."""
-        if self.world == 1:
-            return
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Work that may fail on any worker: at its end all learn whether it did, and then raise the same error."""
+        problem = None
+        try:
+            yield
+        except CorpError as error:
+            if self.world == 1:
+                raise
+            problem = str(error)
         failed = [f"worker {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
         if failed:
             raise StatisticsError(f"the run failed on {len(failed)} of {self.world} workers; {failed[0]}")
@@ -58,20 +65,15 @@ class Workers:
         return list(values)
 
     def map(self, work: Callable[[Item], Made], items: Sequence[Item], cost: Callable[[Item], float]) -> list[Made]:
-        """work(item) of all items, in order, on every worker; they are dealt out by predicted cost, dearest first.
+        """work(item) of all items, in order, on every worker; dealt out by predicted cost, the highest first.
 
         Each item is worked on by one worker, whose tensors the others get: the same bits as one process has.
         """
         if self.world == 1:
             return [work(item) for item in items]
         owners = dealt([cost(item) for item in items], self.world)
-        mine: dict[int, Made] = {}
-        problem = None
-        try:
+        with self.agreeing():
             mine = {number: work(item) for number, item in enumerate(items) if owners[number] == self.rank}
-        except CorpError as error:
-            problem = str(error)
-        self.agree(problem)
         every = self.gather(mine)
         return [every[owner][number] for number, owner in enumerate(owners)]
 
@@ -89,7 +91,7 @@ class Workers:
         """The sum over all workers on rank 0 (added in order of rank, so always the same bits); others keep theirs."""
         if self.world == 1:
             return sums
-        sums.to(torch.device("cpu"))
+        sums = sums.at(Place(HOST, torch.float64))
         if self.rank != 0:
             self._send(sums, 0)
             return sums
@@ -120,7 +122,7 @@ class Workers:
 
 
 def dealt(costs: Sequence[float], workers: int) -> list[int]:
-    """Who does what: the dearest first, each to the worker with the least to do."""
+    """The worker of every item: the most expensive items first, each to the worker with the least to do."""
     load, owners = [0.0] * workers, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         owners[number] = load.index(min(load))

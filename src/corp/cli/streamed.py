@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from corp.calibration.settings import Settings
     from corp.cli.arguments import Source
     from corp.planning.report import Report
-    from corp.storage.streamed.opening import Opened
+    from corp.storage.streamed.presence import Presence
 
 
 def require_alone(given: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def prune_streamed(
     note(f"saved to {out}, load it with corp.load({str(out)!r})")
 
 
-def _opened(source: Source) -> Opened:
+def _opened(source: Source) -> Presence:
     from corp.cli.models import DTYPES, HF, chosen_device
     from corp.storage.streamed.opening import open_folder
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from corp.data.files import Documents
 from corp.errors import DataError
 
 Message: TypeAlias = dict[str, str]
@@ -33,7 +34,7 @@ class Records(Protocol):
     def where(self, number: int) -> str: ...
 
 
-class Chats:
+class Chats(Documents):
     """Every record of a source as one text, as the model would see the conversation."""
 
     def __init__(self, source: Records, template: Callable[[list[Message]], str]) -> None:
@@ -41,9 +42,6 @@ class Chats:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def begins(self, _number: int) -> bool:
-        return True
 
     def read(self, number: int) -> str:
         messages = messages_of(self.source.record(number), self.source.where(number))

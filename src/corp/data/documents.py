@@ -7,30 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from corp.data.chat import Chats, Message, Records
-from corp.data.files import JsonLines, PlainText, files_below
+from corp.data.chat import Chats, Message
+from corp.data.files import Documents, JsonLines, PlainText, files_below
 from corp.data.tables import Parquet, SavedDataset, Table
 from corp.errors import DataError
 
 PLAIN, TABLES = frozenset({".txt", ".text", ".raw"}), frozenset({".csv", ".tsv"})
 SUFFIXES = PLAIN | TABLES | {".jsonl", ".parquet"}
 BLOCK = 256  # documents fetched at a time, in the order they lie on disk
-
-
-class Documents(Protocol):
-    """Texts by number. `begins` is False where text number i goes on in the middle of the document before it."""
-
-    path: Path
-
-    def __len__(self) -> int: ...
-
-    def read(self, number: int) -> str: ...
-
-    def begins(self, number: int) -> bool: ...
 
 
 def open_documents(
@@ -48,11 +36,7 @@ def open_documents(
             pieces of about `piece` bytes
     template  records are conversations, and this makes a text of their messages (see data.chat)
     """
-    found = [
-        _open(file, field, lines, piece) if template is None else _open_chats(file, template)
-        for path in paths
-        for file in _files(Path(path))
-    ]
+    found = [_open(file, field, lines, piece, template) for path in paths for file in _files(Path(path))]
     if not sum(map(len, found)):
         raise DataError(f"there is no text in {', '.join(map(str, paths))}")
     return found
@@ -89,26 +73,19 @@ def _files(path: Path) -> list[Path]:
     return files_below(path, SUFFIXES, "texts")
 
 
-def _open_chats(path: Path, template: Callable[[list[Message]], str]) -> Documents:
-    kinds: dict[str, Callable[[Path, Any], Records]] = {".jsonl": JsonLines, ".parquet": Parquet, "": SavedDataset}
-    kind = kinds.get("" if path.is_dir() else path.suffix.lower())
-    if kind is None:
-        raise DataError(f"{path}: conversations are read from .jsonl and .parquet files and folders of datasets")
+def _open(
+    path: Path, field: str, lines: bool, piece: int, template: Callable[[list[Message]], str] | None
+) -> Documents:
+    suffix = "" if path.is_dir() else path.suffix.lower()
+    records: Any = {".jsonl": JsonLines, ".parquet": Parquet, "": SavedDataset}.get(suffix)
     try:
-        return Chats(kind(path, None), template)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _open(path: Path, field: str, lines: bool, piece: int) -> Documents:
-    suffix = path.suffix.lower()
-    try:
-        if path.is_dir():
-            return SavedDataset(path, field)
-        if suffix == ".parquet":
-            return Parquet(path, field)
-        if suffix == ".jsonl":
-            return JsonLines(path, field)
+        if template is not None and records is None:
+            raise DataError(f"{path}: conversations are read from .jsonl and .parquet files and folders of datasets")
+        if template is not None:
+            return Chats(records(path, None), template)
+        if records is not None:
+            made: Documents = records(path, field)
+            return made
         return Table(path, field) if suffix in TABLES else PlainText(path, lines, piece)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error

@@ -25,7 +25,23 @@ def files_below(folder: Path, suffixes: Set[str], what: str) -> list[Path]:
     return found
 
 
-class Ranges(ABC):
+class Documents(ABC):
+    """The texts of a file or folder, by number."""
+
+    path: Path
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, number: int) -> str: ...
+
+    def begins(self, _number: int) -> bool:
+        """Whether the text begins a document; False if it goes on in the middle of the one before it."""
+        return True
+
+
+class Ranges(Documents):
     """Texts that are byte ranges of a file."""
 
     def __init__(self, path: Path) -> None:
@@ -43,9 +59,6 @@ class Ranges(ABC):
 
     def __len__(self) -> int:
         return len(self.starts)
-
-    def begins(self, _number: int) -> bool:
-        return True
 
     def read(self, number: int) -> str:
         start = self.starts[number]
@@ -92,16 +105,12 @@ class PlainText(Ranges):
         while start < len(content):
             end = start + self._piece
             if end < len(content):
-                end = _last(content, (b"\n", b" "), start, end) or end
+                behind = (content.rfind(mark, start, end) + 1 for mark in (b"\n", b" "))  # 0 if there is none
+                end = next(filter(None, behind), end)
                 while end < len(content) and content[end] & 0xC0 == 0x80:  # never inside a UTF-8 character
                     end += 1
             yield start, min(end, len(content))
             start = end
-
-
-def _last(content: mmap.mmap, marks: tuple[bytes, ...], start: int, end: int) -> int | None:
-    """Just behind the last of the first mark that occurs at all."""
-    return next((found + 1 for mark in marks if (found := content.rfind(mark, start, end)) >= 0), None)
 
 
 def between(content: mmap.mmap, mark: bytes) -> Iterator[tuple[int, int]]:

@@ -34,7 +34,7 @@ def list_images(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def choose(paths: Sequence[Path], samples: int | None, seed: int) -> list[Path]:
-    """`samples` of the paths, drawn by `seed`, in their order; all of them where that many are not there."""
+    """`samples` of the paths, drawn by `seed`, in their order; all of them if there are fewer."""
     if samples is None or samples >= len(paths):
         return list(paths)
     if samples < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import mmap
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from corp.data.files import Ranges, no_field
+from corp.data.files import Documents, Ranges, no_field
 from corp.errors import DataError
 
 
@@ -92,7 +92,7 @@ class Table(Ranges):
         return cells[self._column]
 
 
-class Column(ABC):
+class Column(Documents):
     """Records that a library reads; `field` is the column of the text, None where whole records are wanted."""
 
     def __init__(self, path: Path, field: str | None, fields: list[str], count: int) -> None:
@@ -102,9 +102,6 @@ class Column(ABC):
 
     def __len__(self) -> int:
         return self._count
-
-    def begins(self, _number: int) -> bool:
-        return True
 
     def where(self, number: int) -> str:
         return f"{self.path}, row {number + 1}"

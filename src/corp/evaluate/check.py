@@ -53,7 +53,7 @@ ACCUMULATED = 0.65
 
 @dataclass(frozen=True)
 class Checked:
-    """One site: its error by the plan, relative to its output, and on these batches by sums and as measured."""
+    """One site's error relative to its output: as planned, as the sums of these batches predict it, as measured."""
 
     planned: float  # of the calibration data
     finding: Finding
@@ -102,16 +102,16 @@ def check(
                 if expected is None:
                     continue
                 narrow = _narrowed(site, rows)
-                with _alone(dense, pruned, site, narrow, site_plan) as swap:
-                    if isinstance(site, AttentionSite):
-                        errors = LogitErrors(site, site_plan, weighted=both.weighted)
-                        measured = _logit_error(dense, site, narrow, swap, errors, batches, forward)
-                        energy = errors.energy(stats)
-                    else:
-                        measured = _output_error(dense, pruned, site, narrow, swap, batches, forward)
-                        moments = stats.moments_of(site.name).total()
-                        W = projection_at(dense, site.down).weight.cpu().double()
-                        energy = output_energy(W, moments.mean, moments.cov())
+                swap = partial(_swapped, dense, _modules(dense, pruned, site, narrow, site_plan))
+                if isinstance(site, AttentionSite):
+                    errors = LogitErrors(site, site_plan, weighted=both.weighted)
+                    measured = _logit_error(dense, site, narrow, swap, errors, batches, forward)
+                    energy = errors.energy(stats)
+                else:
+                    measured = _output_error(dense, pruned, site, narrow, swap, batches, forward)
+                    moments = stats.moments_of(site.name).total()
+                    W = projection_at(dense, site.down).weight.cpu().double()
+                    energy = output_energy(W, moments.mean, moments.cov())
                 estimated = 0.0
                 if isinstance(site, AttentionSite) and site.norm is not None and rows is not None:
                     estimated = normed_errors(both, site, rows, site_plan)[1]
@@ -143,44 +143,39 @@ def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:
 Swap: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
-@contextmanager
-def _alone(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, site_plan: SitePlan) -> Iterator[Swap]:
-    """What puts the narrowed modules of one site, and of no other, in the dense model's place for a while."""
-    new: dict[str, nn.Module] = {}
-    if isinstance(site, MLPSite):
-        new = {name: pruned.get_submodule(name) for name in layers_of(site)}
-    elif isinstance(site, AttentionSite) and isinstance(narrow, AttentionSite):
-        parts: Parts = {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
-        if site.rotary:
-            parts["kept"] = torch.stack(site_plan.indices())
-        if site.norm is not None:
-            parts["norms"] = [pruned.get_submodule(name) for name in (site.norm.q, site.norm.k)]
-        new = (
-            site.build.layers(dense, parts)
-            if site.padded
-            else {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
-        )
-    elif isinstance(site, ValueSite) and isinstance(narrow, ValueSite):
-        # The attention first: its output projection may be inside of it.
-        values: Parts = {"v": rows_of(pruned, narrow.v)}
-        if site.padded:
-            new = site.build.layers(dense, values)
-        else:
-            new = {site.attention: site.build(dense.get_submodule(site.attention), **values)}
+def _modules(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, plan: SitePlan) -> dict[str, nn.Module]:
+    """The narrowed modules of one site, and of no other, by the names of those in whose places they go."""
+    if isinstance(narrow, MLPSite) or isinstance(site, MLPSite):
+        return {name: pruned.get_submodule(name) for name in layers_of(site)}
+    parts: Parts = {}
+    if isinstance(narrow, ValueSite):
+        parts["v"] = rows_of(pruned, narrow.v)
+    else:
+        parts |= {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
+        if narrow.rotary:
+            parts["kept"] = torch.stack(plan.indices())
+        if narrow.norm is not None:
+            parts["norms"] = [pruned.get_submodule(name) for name in (narrow.norm.q, narrow.norm.k)]
+    if site.padded:
+        new: dict[str, nn.Module] = site.build.layers(dense, parts)
+    else:
+        new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+    if isinstance(site, ValueSite):  # behind the attention: its output projection may be inside of that
         new[site.down] = pruned.get_submodule(site.down)
+    return new
 
-    @contextmanager
-    def swap() -> Iterator[None]:
-        before = {name: dense.get_submodule(name) for name in new}
-        try:
-            for name, module in new.items():
-                dense.set_submodule(name, module)
-            yield
-        finally:
-            for name in new:
-                dense.set_submodule(name, before[name])
 
-    yield swap
+@contextmanager
+def _swapped(dense: nn.Module, new: dict[str, nn.Module]) -> Iterator[None]:
+    """Inside, the dense model has these modules in the places of its own."""
+    before = {name: dense.get_submodule(name) for name in new}
+    try:
+        for name, module in new.items():
+            dense.set_submodule(name, module)
+        yield
+    finally:
+        for name in new:
+            dense.set_submodule(name, before[name])
 
 
 def _output_error(

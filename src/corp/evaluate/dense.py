@@ -1,4 +1,4 @@
-"""Scores of maps, depth and segmentation, pooled over pixels with intervals over images: pixels of one are alike."""
+"""Scores of depth and segmentation maps: pooled over pixels, with intervals over images, whose pixels are alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import evaluating, move, placement
+from corp.calibration.batches import evaluating, feed
 from corp.errors import DataError, ModelError, warn
 from corp.evaluate.heads import DEPTH, IGNORE
 from corp.measure.intervals import Interval, Z
@@ -190,11 +190,10 @@ def evaluate_maps(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]], metr
     model: images -> maps (B, K, h, w), such as `WithHead`; pairs: images (B, 3, H, W) with targets (B, H', W') of the
     same view.
     """
-    device, dtype = placement(model)
     count = 0
     with torch.no_grad(), evaluating(model):
         for images, targets in pairs:
-            metric.add(model(move(images, device, dtype)), targets)
+            metric.add(feed(model, images), targets)
             count += len(images)
     if count == 0:
         raise DataError("nothing was evaluated: there were no pairs (a generator can be used only once)")

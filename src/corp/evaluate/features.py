@@ -89,7 +89,7 @@ def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
 
 
 def _hook(name: str, sink: Sink) -> Callable[[nn.Module, Any, Any], None]:
-    """Some blocks give (features, extras); what is not a tensor of tokens is nobody's representation."""
+    """A hook for blocks that return features or (features, extras); what is no tensor of tokens is ignored."""
 
     def offer(_module: nn.Module, _inputs: Any, output: Any) -> None:
         output = getattr(output, "last_hidden_state", output)

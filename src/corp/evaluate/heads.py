@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from corp.errors import ModelError, StorageError
-from corp.io.files import cannot_write, write_tensors
+from corp.io.files import write_tensors, writing
 
 SEGMENTATION, DEPTH = "segmentation", "depth"
 TASKS = (SEGMENTATION, DEPTH)
@@ -178,15 +178,14 @@ def save_head(head: Head, info: HeadInfo, path: str | Path, *, overwrite: bool =
     if place.is_dir() or (place.exists() and not overwrite):
         raise StorageError(f"{place} exists; choose another output, or pass overwrite=True")
     beside = place.with_name(f".{place.name}.partial")
-    try:
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    with writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-        write_tensors(beside, state, {METADATA: json.dumps(asdict(info))})
-        os.replace(beside, place)
-    except OSError as error:
-        raise cannot_write(place, error) from error
-    finally:
-        beside.unlink(missing_ok=True)
+        try:
+            write_tensors(beside, state, {METADATA: json.dumps(asdict(info))})
+            os.replace(beside, place)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def load_head(path: str | Path) -> tuple[Head, HeadInfo]:

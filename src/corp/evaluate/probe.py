@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from corp.calibration.batches import evaluating, move, placement
 from corp.errors import DataError, warn
 from corp.evaluate.heads import DEPTH, LEAST_DEPTH, HeadInfo, LinearHead, patch_map
-from corp.numerics.refit import RIDGES, Correction, GapMoments, choose_ridge, fit_gap, gap_left
+from corp.numerics.refit import RIDGES, GapMoments, choose_ridge, fit_gap, gap_left
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 BALANCE = 0.5  # the power of a class's frequency that its pixels are divided by
@@ -32,14 +32,6 @@ class Probe(NamedTuple):
     ridge: float
     explained: float
     images: int
-
-
-class Targets(NamedTuple):
-    """What label maps hold, all together: pixels per class (K,), or the median depth of the images' medians."""
-
-    images: int
-    pixels: Tensor | None
-    depth: float | None
 
 
 class WeightedSums:
@@ -85,14 +77,14 @@ def fit_head(
     pairs: images (B, 3, H, W) with label maps (B, H', W'), iterable twice: the maps are read first, for the classes and
     their frequencies. Memory is bounded by the sums, (blocks C)² numbers, whatever the number of images.
     """
-    targets = _survey(pairs, info, classes)
-    held = {i for i in range(targets.images) if i * PARTS // targets.images in HELD}
-    if not held or len(held) == targets.images:
-        raise DataError(f"{targets.images} image(s) are too few: some fit the head, others choose its ridge; give 10")
-    sums = _collect(backbone, pairs, info, targets.pixels, held, progress)
+    count, pixels = _survey(pairs, info, classes)
+    held = {i for i in range(count) if i * PARTS // count in HELD}
+    if not held or len(held) == count:
+        raise DataError(f"{count} image(s) are too few: some fit the head, others choose its ridge; give 10")
+    sums = _collect(backbone, pairs, info, pixels, held, progress)
     if min(float(part.weight) for part in sums) == 0:
         raise DataError("no labelled pixel in the images that fit the head, or in those that choose its ridge")
-    return _solved(*sums, info, targets.images)
+    return _solved(*sums, info, count)
 
 
 def _solved(fit: WeightedSums, unseen: WeightedSums, info: HeadInfo, images: int) -> Probe:
@@ -103,20 +95,15 @@ def _solved(fit: WeightedSums, unseen: WeightedSums, info: HeadInfo, images: int
     ridge = choose_ridge(fit.moments(scale), held) or RIDGES[-1]
     R, c = fit_gap(both.moments(scale), ridge)
     explained = 1 - gap_left(held, fit_gap(fit.moments(scale), ridge)) / held.energy if held.energy > 0 else 0.0
-    least = LEAST_DEPTH if info.task == DEPTH else None
-    return Probe(_head(Correction(R / scale, c), least), ridge, explained, images)
-
-
-def _head(fit: Correction, least: float | None) -> LinearHead:
-    head = LinearHead(fit.R.shape[1], fit.R.shape[0], least=least)
+    head = LinearHead(R.shape[1], R.shape[0], least=LEAST_DEPTH if info.task == DEPTH else None)
     with torch.no_grad():
-        head.weight.copy_(fit.R)
-        head.bias.copy_(fit.c)
-    return head.eval()
+        head.weight.copy_(R / scale)
+        head.bias.copy_(c)
+    return Probe(head.eval(), ridge, explained, images)
 
 
-def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> Targets:
-    """Read the label maps only: how many, and which classes or depths they hold."""
+def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> tuple[int, Tensor | None]:
+    """Read the label maps only: how many there are, and how many pixels each class has (K,); None for depths."""
     images, counts, medians = 0, torch.zeros(0, dtype=torch.int64), []
     for _, maps in pairs:
         images += len(maps)
@@ -127,10 +114,11 @@ def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> Targets:
     if not images:
         raise DataError("no images to fit the head on (a generator can be used only once)")
     if info.task == DEPTH:
-        return Targets(images, None, _checked_depth(medians))
+        _check_depths(medians)
+        return images, None
     if not bool(counts.any()):
         raise DataError(f"no pixel has a label: all are {info.ignore}")
-    return Targets(images, nn.functional.pad(counts, (0, (classes or len(counts)) - len(counts))), None)
+    return images, nn.functional.pad(counts, (0, (classes or len(counts)) - len(counts)))
 
 
 def _added(counts: Tensor, maps: Tensor, ignore: int, classes: int | None) -> Tensor:
@@ -149,13 +137,12 @@ def _added(counts: Tensor, maps: Tensor, ignore: int, classes: int | None) -> Te
     return nn.functional.pad(counts, (0, length - len(counts))) + torch.bincount(labels, minlength=length)
 
 
-def _checked_depth(medians: list[float]) -> float:
+def _check_depths(medians: list[float]) -> None:
     if not medians:
         raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
     depth = float(torch.tensor(medians).median())
     if depth > DEEPEST:
         warn(f"the median depth is {depth:.4g}: are the maps in metres? Millimetres need a depth scale of 1000")
-    return depth
 
 
 def _collect(
@@ -190,14 +177,10 @@ def patch_targets(maps: Tensor, grid: tuple[int, int], info: HeadInfo, pixels: T
         mean = nn.functional.adaptive_avg_pool2d(values, grid) / weight.clamp(min=torch.finfo(torch.float64).tiny)
         return mean, weight[:, 0]
     assert pixels is not None
-    share = nn.functional.adaptive_avg_pool2d(_one_hot(maps.long(), len(pixels), info.ignore), grid)  # (B, K, h, w)
+    labels = torch.where(maps == info.ignore, len(pixels), maps).long()  # ignored pixels are a class behind the others
+    shown = nn.functional.one_hot(labels, len(pixels) + 1)[..., :-1].movedim(-1, 1).float()  # (B, K, H, W)
+    share = nn.functional.adaptive_avg_pool2d(shown, grid)  # (B, K, h, w)
     balance = (pixels / pixels.sum()).clamp(min=torch.finfo(torch.float32).tiny) ** -BALANCE  # (K,)
     weighted = share * torch.where(pixels > 0, balance, 0.0).float()[:, None, None]
     weight = weighted.sum(1)
     return weighted / weight.clamp(min=torch.finfo(torch.float32).tiny)[:, None], weight
-
-
-def _one_hot(maps: Tensor, classes: int, ignore: int) -> Tensor:
-    """(B, H, W) -> (B, K, H, W); ignored pixels are zero everywhere."""
-    labels = torch.where(maps == ignore, classes, maps)
-    return nn.functional.one_hot(labels, classes + 1)[..., :classes].movedim(-1, 1).float()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from corp.calibration.grams import Grams
+from corp.calibration.grams import Grams, folds_after
 from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
@@ -82,7 +82,7 @@ def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
     _require_width(site, site.width, sums.fit.width)
     means = _mean_grams(sums)
     if means is None:
-        into.unavailable[site.name] = FOLDED.format(limit=sums.fit.fold_after)
+        into.unavailable[site.name] = FOLDED.format(limit=folds_after(sums.fit.width))
         return
     for what, grams in zip(("q", "k"), means, strict=True):
         into.rows += [Row(site.name, what, head, *redundancy(gram)) for head, gram in enumerate(grams)]

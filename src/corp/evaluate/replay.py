@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,35 +29,28 @@ class Inputs:
             return cls(list(dict.fromkeys(rows.module for rows in site.up)))
         return cls([site.attention])
 
-    @contextmanager
-    def recorded(self, model: nn.Module) -> Iterator[None]:
+    def recorded(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, one forward pass of the model is written down."""
 
         def hook(name: str) -> Any:
             return lambda _module, args, kwargs: self.calls[name].append(_copied((args, kwargs), {}))
 
-        with self._before(model, hook):
-            yield
+        return self._before(model, hook)
 
-    @contextmanager
-    def replayed(self, model: nn.Module) -> Iterator[None]:
+    def replayed(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, the modules of one forward pass take the tensors that were written down."""
 
         def hook(name: str) -> Any:
             left = iter(self.calls[name])
             return lambda _module, args, kwargs: _exchanged((args, kwargs), next(left, None))
 
-        with self._before(model, hook):
-            yield
+        return self._before(model, hook)
 
-    @contextmanager
-    def _before(self, model: nn.Module, hook: Any) -> Iterator[None]:
-        handles: list[Any] = []
-        with removing(handles):
-            for name in self.calls:
-                module = model.get_submodule(name)
-                handles.append(module.register_forward_pre_hook(here(hook(name)), with_kwargs=True))
-            yield
+    def _before(self, model: nn.Module, hook: Any) -> AbstractContextManager[None]:
+        modules = {name: model.get_submodule(name) for name in self.calls}
+        return removing(
+            [m.register_forward_pre_hook(here(hook(name)), with_kwargs=True) for name, m in modules.items()]
+        )
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:

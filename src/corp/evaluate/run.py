@@ -6,14 +6,14 @@ It knows neither images nor texts: the metric says what is measured, and the bat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import evaluating, move, run, size_of
+from corp.calibration.batches import evaluating, feed, size_of
 from corp.errors import DataError
 from corp.evaluate.features import Features, Sink, tapped
 
@@ -91,9 +91,5 @@ def _against(taps: dict[str, Tensor], features: Features | None) -> Sink | None:
 
 
 def _forward(model: nn.Module, batch: Any, sink: Sink | None) -> Any:
-    first = next(model.parameters())
-    inputs = move(batch, first.device, first.dtype)
-    if sink is None:
-        return run(model, inputs)
-    with tapped(model, sink):
-        return run(model, inputs)
+    with nullcontext() if sink is None else tapped(model, sink):
+        return feed(model, batch)

@@ -118,20 +118,11 @@ def _linear(
     seen, new = (affine.removal(*layer, kept, pruned) for layer in (here, there))
     fit, best = fit_linear(seen, recipe.compensate, planned.ridge), affine.best_affine(new)
     J_star = affine.error(new, best)
-    return _Found(
-        affine.error(seen, fit),
-        affine.output_energy(*here),
-        affine.error(new, fit),
-        J_star,
-        2 * J_star + 2 * _gap(fit, best, new),
-        affine.output_energy(*there),
-    )
-
-
-def _gap(fit: affine.Affine, best: affine.Affine, there: affine.Removal) -> float:
-    """E||(V* - V) x_S + c* - c||^2."""
     V, c = best.V - fit.V, best.c - fit.c
-    return float((V @ there.Sigma_SS * V).sum() + (V @ there.mean_kept + c).square().sum())
+    gap = float((V @ new.Sigma_SS * V).sum() + (V @ new.mean_kept + c).square().sum())
+    energies = affine.output_energy(*here), affine.output_energy(*there)
+    bound = 2 * J_star + 2 * gap
+    return _Found(affine.error(seen, fit), energies[0], affine.error(new, fit), J_star, bound, energies[1])
 
 
 def _heads(

@@ -22,7 +22,7 @@ from corp.calibration.checkpoint import prepare_folder
 from corp.calibration.settings import Settings, enough_tokens
 from corp.calibration.statistics import Statistics, merge
 from corp.errors import DataError, RecipeError
-from corp.io.files import cannot_write, lock_folder, read_json, refuse_existing, write_text
+from corp.io.files import lock_folder, read_json, refuse_existing, write_text, writing
 from corp.io.observer import Advance, Observer, timing
 from corp.recipe import KINDS, TOGETHER, Recipe, preset_of
 from corp.sites import AttentionSite
@@ -238,11 +238,9 @@ def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -
                 shutil.rmtree(partial, ignore_errors=True)  # nothing was finished that could be gone on with
             raise
         refuse_existing(out, overwrite=False)
-        try:
+        with writing(out):
             _tidy(partial)
             partial.rename(out)
-        except OSError as error:
-            raise cannot_write(out, error) from error
 
 
 def _tidy(partial: Path) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 
 try:
@@ -30,25 +32,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim to be anything
+DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, a failure to write is an error of corp that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # a library that fills a folder may come upon a full disk, too
+        raise StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file so that a reader, or a crash, never sees half of it."""
-    beside: str | None = None
-    try:
+    with writing(path):
         _sweep_up(path)
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path))
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            _hold(file.fileno())
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(beside, 0o666 & ~_umask())
-            os.replace(beside, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        if beside is not None:
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                _hold(file.fileno())
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(beside, 0o666 & ~_umask())
+                os.replace(beside, path)
+        finally:
             Path(beside).unlink(missing_ok=True)  # only there when something went wrong
 
 
@@ -56,46 +67,52 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     """Write a safetensors file into a folder that is not published yet."""
     from safetensors.torch import save_file  # imports torch, which --help and early checks need not
 
-    try:
+    with writing(path):
         save_file(dict(tensors), path, metadata=metadata)
-    except (OSError, SafetensorError) as error:
-        raise cannot_write(path, error) from error
+
+
+def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[list[str], bytes]:
+    """The order in which safetensors writes tensors of these dtypes and shapes, and what it writes before them."""
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        dtype, shape = kinds[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        known = DTYPE_NAMES.get(dtype, str(dtype))  # of others a name of some length
+        header[name] = {"dtype": known, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return order, len(text).to_bytes(8, "little") + text
 
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes `path` when the block ends well and vanishes when it does not."""
     refuse_existing(path, overwrite=overwrite)
-    beside: Path | None = None
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep_up(path)
         beside = Path(tempfile.mkdtemp(dir=path.parent, prefix=_prefix(path)))
-        with _held(beside):
-            yield beside
-            for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
-                os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
-                _flush(file)
-            os.chmod(beside, 0o777 & ~_umask())
-            _swap(beside, path, overwrite=overwrite)
-    except (OSError, SafetensorError) as error:  # a library that fills the folder may come upon a full disk, too
-        raise cannot_write(path, error) from error
-    finally:
-        if beside is not None:
+        try:
+            with _held(beside):
+                yield beside
+                for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
+                    os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
+                    if file.is_file():  # the content is on the disk before the name: it is whole after a power cut
+                        with file.open("rb+") as content:
+                            os.fsync(content.fileno())
+                os.chmod(beside, 0o777 & ~_umask())
+                _swap(beside, path, overwrite=overwrite)
+        finally:
             shutil.rmtree(beside, ignore_errors=True)  # what went wrong, or what was replaced
-
-
-def cannot_write(path: Path, error: Exception) -> StorageError:
-    return StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}")
 
 
 @contextmanager
 def lock_folder(folder: Path, name: str) -> Iterator[None]:
     """One process at a time in a folder; the lock dies with its process, however that ends."""
-    try:
+    with writing(folder):
         lock = (folder / f".lock-{name}").open("w")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     with lock:
         if not _hold(lock.fileno()):
             raise StorageError(f"another run is writing to {folder}; wait for it, or choose another output")
@@ -142,13 +159,6 @@ def _sweep_up(path: Path) -> None:
                 shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
 
-def _flush(file: Path) -> None:
-    """Put the content on the disk before the name: after a power cut a file is whole, too."""
-    if file.is_file():
-        with file.open("rb+") as content:
-            os.fsync(content.fileno())
-
-
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Refuse an output that exists, before the work rather than after it."""
     if path.exists() or path.is_symlink():
@@ -170,7 +180,7 @@ def _swap(beside: Path, path: Path, *, overwrite: bool) -> None:
 
 
 def _exchanged(first: Path, second: Path) -> bool:
-    """Let two names change places in one step, with no moment without either; False where that cannot be done."""
+    """Exchange two names in one step, so that both exist at every moment; False if the system cannot do that."""
     if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "renameat2"):
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -19,10 +19,7 @@ class Observer:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Watch a stage of `total` units, or at most so many; the function it gives is called with how many are done.
-
-        `total` is None if their number is unknown.
-        """
+        """Watch a stage of at most `total` units (None: unknown); the function it gives is told how many are done."""
         yield lambda _done: None
 
     def note(self, message: str) -> None:
@@ -55,19 +52,13 @@ class Bars(Observer):
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as rich
 
-        ends = (MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-        columns = (TextColumn("{task.description}"), BarColumn(), *(ends if total else (TimeElapsedColumn(),)))
+        rate, left = rich.TextColumn("{task.fields[rate]}"), rich.TimeRemainingColumn()
+        ends = (rich.MofNCompleteColumn(), rate, left) if total else (rich.TimeElapsedColumn(),)
         visible = self.console.is_terminal or self.console.is_jupyter
-        with Progress(*columns, console=self.console, disable=not visible) as bars:
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *ends)
+        with rich.Progress(*columns, console=self.console, disable=not visible) as bars:
             task = bars.add_task(name, total=total, rate="")
 
             def advance(done: int) -> None:

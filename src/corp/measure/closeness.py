@@ -20,8 +20,8 @@ from corp.errors import DataError, ModelError
 from corp.measure.intervals import Interval, Mean, wilson
 
 CHUNK = 1 << 24  # logits compared at a time: copies of all logits of a batch would not fit for a large vocabulary
-KEPT = 1 << 27  # of the dense model's logits are kept: half a gigabyte in float32
-LEAST = 16  # positions of every sequence are compared, however many sequences there are
+KEPT = 1 << 27  # logits of the dense model that are kept: half a gigabyte in float32
+LEAST = 16  # positions that are compared of every sequence, however many sequences there are
 
 
 class Closeness:
@@ -116,7 +116,7 @@ class Reference:
         return Output(output[:, ::every], None if mask is None else mask[:, ::every], answers)
 
     def _stride(self, logits: Tensor) -> int:
-        """Every which position of sequences (B, n, K) is compared, so that what all samples give can be kept."""
+        """The step between compared positions of sequences (B, n, K), so that the logits of all samples can be kept."""
         most = max(LEAST, KEPT // max(1, self.samples * logits.shape[-1]))
         return max(1, -(-logits.shape[1] // most))
 

@@ -7,8 +7,7 @@ say how many times as long a step takes as one product of that size, and were fi
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from corp.calibration.memory import human, site_bytes, working_bytes
 from corp.io.observer import duration
 from corp.io.tables import Tabular
 from corp.measure.footprint import weight_bytes
+from corp.measure.timing import seconds_of
 from corp.measure.units import tokens_at
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, OutputHead, Site, Sites, projection_at
@@ -37,7 +37,7 @@ REPLAYS = 2.4  # times that the refit runs a block
 SOLVES = 7.0  # D^3: a layer's refit
 SITE = 0.012  # seconds that a step takes at the smallest site
 TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
-COSTLY = 30.0  # seconds from which on a stage that outweighs the pass over the data is worth a word
+COSTLY = 30.0  # seconds: a longer stage that also outweighs the pass over the data is mentioned
 
 
 class Machine(NamedTuple):
@@ -246,11 +246,11 @@ def measure_machine(
     with torch.no_grad(), evaluating(model):
         moved = one if forward is not None else move(one, *placement(model))
         tokens = tokens_at(model, sites, moved, forward)  # the first pass is the slow one
-        seconds = _timed(lambda: feed(model, one, forward)) / size_of(one)
+        seconds = seconds_of(lambda: feed(model, one, forward)) / size_of(one)
         count = min(size_of(batch), int(TEST_SECONDS / seconds))
         if forward is None and count > 1:
             some = first_samples(batch, count)
-            seconds = _timed(lambda: feed(model, some)) / size_of(some)
+            seconds = seconds_of(lambda: feed(model, some)) / size_of(some)
     each = {name: -(-number // size_of(one)) for name, number in tokens.items()}
     if sites.output is not None:
         each[sites.output.name] = max(each.values())
@@ -258,12 +258,6 @@ def measure_machine(
 
 
 def _products(dtype: torch.dtype) -> float:
-    """Multiply-accumulates per second of a square matrix product: the best of three."""
+    """Multiply-accumulates per second of a square matrix product, in the best of four runs."""
     a = torch.ones(512, 512, dtype=dtype)
-    return float(512**3 / min(_timed(lambda: a @ a) for _ in range(4)))
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return float(512**3 / min(seconds_of(lambda: a @ a) for _ in range(4)))

@@ -16,12 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from corp.io.files import tensor_header
 from corp.measure.cost import count_macs, count_params
-
-# As safetensors spells them; the longest name counts for dtypes that are not here.
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
-_DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True)
@@ -48,20 +44,8 @@ def measure_sizes(model: nn.Module, sample: Any, call: Callable[[], object]) -> 
 def disk_bytes(model: nn.Module) -> int:
     """The size of model.safetensors as corp writes it, found without writing it: the tensors and their header."""
     state: dict[str, Tensor] = model.state_dict()
-    return sum(tensor.nbytes for tensor in state.values()) + _header_bytes(state)
-
-
-def _header_bytes(state: dict[str, Tensor]) -> int:
-    """An 8-byte length, then JSON padded to 8; tensors stand by falling width of dtype, then by name."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in sorted(state.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        dtype = _DTYPE_NAMES.get(tensor.dtype, "F8_E4M3")
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    return 8 + (length + 7) // 8 * 8
+    _, header = tensor_header({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
+    return sum(tensor.nbytes for tensor in state.values()) + len(header)
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -22,7 +22,7 @@ from corp.errors import RecipeError
 CONFIDENCE = 0.95
 MIN_ROUNDS = 6  # below six the two extremes enclose the median in fewer than 95 % of cases: 1 - 2 / 2^5 = 0.94
 WARM_UP = 3  # rounds that are thrown away: allocators, kernel choice and caches settle in them
-FAR_MORE, LITTLE = 1.5, 0.5  # from where on batch 1 counts as bound by launches: time ratio, share of the ideal gain
+FAR_MORE, LITTLE = 1.5, 0.5  # launch-bound at batch 1: above this time ratio, below this share of the gain
 Rounds: TypeAlias = list[list[float]]  # seconds per call, by round
 
 
@@ -111,7 +111,7 @@ def interleave(
         for number in range(-warm_up, rounds):
             for position in range(len(calls)):
                 which = (position + number) % len(calls)
-                seconds = [_seconds(calls[which], clock) for _ in range(repeats)]
+                seconds = [seconds_of(calls[which], clock) for _ in range(repeats)]
                 if number >= 0:
                     timed[which].append(seconds)
     return timed
@@ -184,7 +184,8 @@ def _medians(rounds: Rounds) -> list[float]:
     return [statistics.median(seconds) for seconds in rounds]
 
 
-def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
+def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long the call takes."""
     start = clock()
     call()
     return clock() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ def unit_costs(
 ) -> dict[str, Unit]:
     """By site; multiply-accumulates are those of one pass over `batch`, 0 without one."""
     sites = list(sites)
-    seen = {} if batch is None else _watch(model, sites, batch, forward)
+    seen = _watch(model, sites, batch, forward)
     return {site.name: _unit(model, site, seen) for site in sites}
 
 
@@ -46,31 +47,28 @@ def tokens_at(model: nn.Module, sites: Iterable[Site], batch: Any, forward: Forw
     """How many tokens pass every site in one pass over `batch`; of attention, how many queries."""
     sites = list(sites)
     seen = _watch(model, sites, batch, forward)
-    return {site.name: seen.get(_read(site), _Seen(0, 0)).tokens for site in sites}
+    return {site.name: seen[_read(site)].tokens for site in sites}
 
 
 def _read(site: Site) -> str:
-    """Under which name the site's tokens are noted."""
+    """The name under which the site's tokens are noted."""
     if isinstance(site, MLPSite):
         return site.down
     return _values(site)[1] if isinstance(site, ValueSite) else _queries(site)[0]
 
 
 def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
-    def passed(layer: str) -> _Seen:
-        return seen.get(layer, _Seen(0, 0))
-
     columns = 0  # of the layer that consumes the site
     macs = 0
     if isinstance(site, MLPSite):
-        makers = [(rows, 1, passed(rows.module)) for rows in site.up]
-        columns, consumed = 1, passed(site.down)
+        makers = [(rows, 1, seen[rows.module]) for rows in site.up]
+        columns, consumed = 1, seen[site.down]
     elif isinstance(site, ValueSite):
-        v, consumed = (passed(name) for name in _values(site))
+        v, consumed = (seen[name] for name in _values(site))
         makers, columns = [(site.v, site.groups, v)], site.heads
         macs = 0 if site.padded else site.heads * consumed.tokens * v.length  # their average
     else:
-        q, k = (passed(name) for name in _queries(site))
+        q, k = (seen[name] for name in _queries(site))
         makers = [(site.q, site.heads, q), (site.k, site.groups, k)]
         macs = 0 if site.padded else site.heads * q.tokens * k.length  # the logits
     params = 0
@@ -86,7 +84,7 @@ def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
 
 
 def _queries(site: AttentionSite) -> tuple[str, str]:
-    """Under which names it is noted what passes as queries and as keys."""
+    """The names under which queries and keys are noted."""
     return (f"{site.name} q", f"{site.name} k") if site.q.bare else (site.q.module, site.k.module)
 
 
@@ -95,9 +93,11 @@ def _values(site: ValueSite) -> tuple[str, str]:
     return (f"{site.attention} k", f"{site.attention} q") if site.v.bare else (site.v.module, site.down)
 
 
-def _watch(model: nn.Module, sites: list[Site], batch: Any, forward: Forward | None) -> dict[str, _Seen]:
+def _watch(model: nn.Module, sites: list[Site], batch: Any | None, forward: Forward | None) -> dict[str, _Seen]:
     """What passes the layers of the sites; nn.MultiheadAttention, which calls none, by its inputs."""
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _Seen] = defaultdict(lambda: _Seen(0, 0))
+    if batch is None:
+        return seen
 
     def note(name: str, x: Tensor) -> None:
         seen[name] = _Seen(x.numel() // x.shape[-1], x.shape[-2] if x.dim() > 1 else 1)

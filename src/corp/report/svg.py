@@ -1,4 +1,4 @@
-"""Small charts as SVG elements: bars, a heat map, lines. Everything is told apart by a pattern or a number as well.
+"""Small charts as SVG elements: bars, a heat map, lines. A pattern or a number tells things apart, too.
 
 An element carries the colours of print, so a drawing can be a file of its own; page.html overrides them by class for
 light and dark screens. Drawings are narrow (420 units) because a phone shows them at that size; the page puts them

@@ -99,14 +99,10 @@ def ranking(rows: Sequence[Row], metric: str) -> tuple[dict[str, dict[str, float
     return bars, f"rankings at {share:.0%}, {KIND_LABELS[kind(some[0])]}"
 
 
-def shown_metric(rows: Sequence[Row]) -> str | None:
-    """The best thing there is to show."""
-    return next((metric for metric in METRICS if any(number(row.get(metric)) is not None for row in rows)), None)
-
-
 def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]:
     """Write the pictures of what varies between these rows, as PNG and SVG; return the names of the files."""
-    metric = shown_metric(rows)
+    there = (name for name in METRICS if any(number(row.get(name)) is not None for row in rows))
+    metric = next(there, None)
     if metric is None:
         return []
     (_, axis, share), whole = METRICS[metric], number(dense.get(metric))

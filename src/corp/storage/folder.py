@@ -25,7 +25,7 @@ from corp.storage.export.possible import Exports
 from corp.storage.export.profiles import COMPAT, STANDARD
 from corp.storage.export.record import Exported
 from corp.storage.rebuilding import base_of, rebuild, shrink_all
-from corp.storage.tying import assign, tied_names
+from corp.storage.tying import assign, saved_state
 from corp.surgery.apply import history, set_history
 from corp.surgery.padded import ScatterLinear
 
@@ -59,7 +59,8 @@ def save(
     """
     if not isinstance(result, Result):
         raise StorageError(f"corp.save takes the Result of prune or apply, not {type(result).__name__}")
-    check_profile(profile, PROFILES)
+    if profile not in PROFILES:
+        raise StorageError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
     sources = places_of([str(place) for place in companions], result.model, result.origin)
     if profile != COMPACT:
         origin = {"recipe": result.plan.recipe.to_dict(), "calibration": result.origin, "command": command}
@@ -146,15 +147,10 @@ def exports(source: str | Path) -> dict[str, str | None]:
 
 
 def places_of(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
-    """Where tokenizer and preprocessing may be: where one is told, or where the dense model was."""
+    """Places that may hold tokenizer and preprocessing: those given, then where the dense model was."""
     origin = calibration.get("model") if isinstance(calibration, dict) else None
     loaded_from = getattr(getattr(model, "config", None), "name_or_path", None)
     return [*given, *(place for place in (origin, loaded_from) if isinstance(place, str) and place)]
-
-
-def check_profile(profile: str, known: tuple[str, ...]) -> None:
-    if profile not in known:
-        raise StorageError(f"profile {profile!r} is not one of {', '.join(known)}")
 
 
 def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
@@ -210,8 +206,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the file, after names, shapes and dtypes were found to be those of `model`; tied ones once."""
-    tied = tied_names(model)
-    expected = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    expected = saved_state(model)
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
@@ -236,13 +231,10 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict, tied parameters once, with every tensor in memory of its own, as safetensors wants it."""
     seen: set[int] = set()
     state = {}
-    tied = tied_names(model)
-    for name, tensor in model.state_dict().items():
-        if name in tied:
-            continue
-        shared = tensor.data_ptr() in seen
+    for name, tensor in saved_state(model).items():
+        own = tensor.detach().cpu().contiguous()
+        state[name] = own.clone() if tensor.data_ptr() in seen else own
         seen.add(tensor.data_ptr())
-        state[name] = tensor.detach().cpu().contiguous().clone() if shared else tensor.detach().cpu().contiguous()
     return state
 
 

@@ -12,6 +12,12 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: original for name, original in names if name != original}
 
 
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors under the names by which they are saved, tied ones once."""
+    tied = tied_names(model)
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
 def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Load by assignment, which keeps the tensors' dtypes but unties what the model shares: tie it again."""
     tied = tied_names(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from corp import api
 from corp.adapters.proof import tensors
 from corp.adapters.registry import find_sites
 from corp.calibration.batches import Forward, evaluating, feed
-from corp.errors import CorpError
+from corp.errors import CorpError, DataError, ModelError
 from corp.evaluate.check import check, require_equal
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
 from corp.storage.export.possible import Exports
 from corp.storage.folder import load, save
-from corp.testing.batches import require_runs
 from corp.testing.outcome import Contract, Row
 
 KINDS = {"mlp": "MLP", "attn": "Q/K", "vo": "V/O"}
@@ -44,12 +43,44 @@ def check_model(
     the table; `show=None` prints nothing. A batch that the model does not take is a DataError.
     """
     batches = batch if isinstance(batch, list) else [batch]
-    require_runs(model, batches, forward)
+    _require_runs(model, batches, forward)
     work = _Contract(model, batches, forward, sparsity)
     made = Contract(tuple(_tried(name, step) for name, step in work.steps()))
     if show:
         show(str(made))
     return made
+
+
+def _require_runs(model: nn.Module, batches: Sequence[Any], forward: Forward | None) -> None:
+    """Refuse batches that the model does not take, before anything is said about the model."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if not batches:
+        raise DataError("check_model needs at least one batch; the list is empty")
+    for number, batch in enumerate(batches):
+        try:
+            with torch.no_grad(), evaluating(model):
+                made = list(tensors(feed(model, batch, forward)))
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(
+                f"the model does not run on batch {number} ({_described(batch)}): {type(error).__name__}: {error}. "
+                "A tensor becomes model(x), a dict model(**x); for anything else pass forward=lambda model, batch: ..."
+            ) from error
+        if not made:
+            raise DataError(f"the model returns no tensor of real numbers for batch {number} ({_described(batch)})")
+
+
+def _described(batch: Any) -> str:
+    """A batch by its shapes."""
+    if isinstance(batch, Tensor):
+        return f"a {batch.dtype} tensor {tuple(batch.shape)}".replace("torch.", "")
+    if isinstance(batch, Mapping):
+        return "a dict of " + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items())
+    if isinstance(batch, tuple | list) and batch:
+        return f"a {type(batch).__name__} that begins with {_described(batch[0])}"
+    return f"a {type(batch).__name__}"
 
 
 def _tried(name: str, step: Callable[[], str]) -> Row:
@@ -129,10 +160,6 @@ class _Contract:
             raise _NotRunError("there is nothing to prune")
         return self.sites
 
-    def recipe(self, share: float) -> Recipe:
-        """All kinds that the model has, but what is refused by name."""
-        return _recipe(self.prunable(), share)
-
     def outputs(self, model: nn.Module) -> list[Tensor]:
         with torch.no_grad(), evaluating(model):
             return list(tensors(feed(model, self.batches[0], self.forward)))
@@ -148,16 +175,16 @@ class _Contract:
         return "bit-identical"
 
     def predicted(self) -> str:
-        self.prunable()
+        recipe = _recipe(self.prunable(), self.sparsity)
         stats = api.calibrate(self.model, self.batches, forward=self.forward)
-        plan = api.plan(self.model, stats, self.recipe(self.sparsity))
+        plan = api.plan(self.model, stats, recipe)
         pruned = api.apply(self.model, replace(stats, inputs=None), plan).model
         checked = check(self.model, pruned, plan, self.batches, forward=self.forward)
         require_equal(checked)
         return f"{len(checked)} of {len(plan.sites)} sites measured"
 
     def pruned(self) -> str:
-        self.result = self.prune(self.model, self.recipe(self.sparsity))
+        self.result = self.prune(self.model, _recipe(self.prunable(), self.sparsity))
         dense, smaller = (sum(p.numel() for p in m.parameters()) for m in (self.model, self.result.model))
         if not all(bool(x.isfinite().all()) for x in self.outputs(self.result.model)) or smaller >= dense:
             raise _BrokenError("the pruned model is no smaller, or its output is not finite")
@@ -206,6 +233,7 @@ class _Contract:
 
 
 def _recipe(sites: Sites, share: float) -> Recipe:
+    """All kinds that the model has, but what is refused by name."""
     kinds: dict[str, Any] = {kind: share for kind in KINDS if any(site.kind == kind for site in sites)}
     return Recipe(**kinds, skip=tuple(r.name for r in sites.refused if r.kind in kinds))
 

@@ -29,7 +29,7 @@ class Row:
         return "ok" if self.passed else "FAILED" if self.ran else "not run"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Contract(Tabular):
     """What became of the contract on one model: iterate over it for its rows; `passed` if every one of them did."""
 
@@ -40,11 +40,6 @@ class Contract(Tabular):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __str__(self) -> str:
-        return super().__str__()
-
-    __repr__ = __str__
 
     @property
     def passed(self) -> bool:

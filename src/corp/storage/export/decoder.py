@@ -45,14 +45,11 @@ class Decoder:
 
     config: dict[str, Any]  # of the dense model
     heads: Heads
-    query_heads: int
-    kv_heads: int
     mlps: tuple[int, ...]  # the width of every layer's MLP
     context: int
     base: float  # of the rotary frequencies
     factors: tuple[float, ...]  # they are divided by these
-    tied: bool  # the output head is the embedding
-    state: dict[str, Tensor]
+    state: dict[str, Tensor]  # without an output head if that is the embedding
     padded: bool  # with zeros, because heads of different widths or pairs are written as one width
 
     @property
@@ -99,9 +96,8 @@ def decoder_of(model: Any) -> Decoder:
     base = float(rope["rope_theta"])
     # Logits are divided by sqrt(width), and were by sqrt(dense); yarn multiplies queries and keys by a constant.
     factor = math.sqrt(heads.width / heads.dense) * float(model.model.rotary_emb.attention_scaling) ** 2
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
     state = {"model.embed_tokens.weight": model.model.embed_tokens.weight, "model.norm.weight": model.model.norm.weight}
-    if not tied:
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
         state["lm_head.weight"] = model.lm_head.weight
     for number, layer in enumerate(model.model.layers):
         state |= {f"{LAYERS}.{number}.{name}": tensor for name, tensor in _layer(layer, heads, factor).items()}
@@ -111,13 +107,10 @@ def decoder_of(model: Any) -> Decoder:
     return Decoder(
         config,
         heads,
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
         mlps,
         _context(model, config),
         base,
         tuple(rope_factors(model, heads, base)),
-        tied,
         tensors,
         sum(map(Tensor.numel, tensors.values())) > count_params(model),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from corp.calibration.batches import evaluating
+from corp.calibration.batches import evaluating, move
 from corp.errors import StorageError
 from corp.storage.export.check import apart, named, on_cpu, require_agreement
 from corp.storage.export.graphs import (
@@ -30,7 +30,6 @@ from corp.surgery.attention import true_widths
 
 ONNX, PT2 = "onnx", "pt2"
 FILES = {ONNX: "model.onnx", PT2: "model.pt2"}
-LIBRARIES = {ONNX: "onnxruntime", PT2: "torch"}
 
 
 def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> float | None:
@@ -43,7 +42,7 @@ def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> flo
     # Few ONNX runtimes have kernels for another.
     dtype = torch.float32 if target == ONNX else next(model.parameters()).dtype
     model = on_cpu(model, dtype)
-    inputs = {name: _placed(value, dtype) for name, value in inputs_for(model, batch).items()}
+    inputs = move(inputs_for(model, batch), torch.device("cpu"), dtype)
     path = folder / FILES[target]
     if target == PT2:
         program = trace(model, inputs)
@@ -81,10 +80,6 @@ def load_lines(target: str, path: str, names: list[str]) -> str:
     )
 
 
-def _placed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to("cpu", dtype) if value.is_floating_point() else value.to("cpu")
-
-
 def _checked(model: nn.Module, reread: Any, inputs: Inputs) -> float:
     """The largest difference over batches of several sizes and lengths."""
     plain = Graph(model, list(inputs))
@@ -103,7 +98,8 @@ def _checked(model: nn.Module, reread: Any, inputs: Inputs) -> float:
 
 
 def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
-    outputs = _output_names(program)
+    tree = program.call_spec.out_spec  # in the order of the graph, the keys of the dict that Graph returns
+    outputs = list(tree.context) if tree is not None and tree.type is dict else ["output"]
     try:
         with quiet():
             made = torch.onnx.export(
@@ -116,12 +112,6 @@ def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
         raise
     except Exception as error:  # an operation that has no counterpart there, for one
         raise StorageError(f"torch.onnx cannot write the graph: {first_line(error)}") from error
-
-
-def _output_names(program: ExportedProgram) -> list[str]:
-    """In the order of the graph, the keys of the dict that Graph returns."""
-    tree = program.call_spec.out_spec
-    return list(tree.context) if tree is not None and tree.type is dict else ["output"]
 
 
 def _tidy(path: Path, names: dict[str, str]) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from corp.errors import StorageError
 from corp.storage.export import llama_cpp
 from corp.storage.export.decoder import LAYERS, Decoder
-from corp.storage.export.gguf_vocabulary import Vocabulary, write_vocabulary
 
 FILE = "model.gguf"
 QUANTS = ("f32", "f16", "bf16", "q8_0")
@@ -33,16 +32,17 @@ NAMES = {
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_gguf(decoder: Decoder, vocabulary: Vocabulary, path: Path, *, name: str, quant: str) -> None:
-    """Write one file with weights, sizes and tokenizer."""
+def write_gguf(decoder: Decoder, vocabulary: dict[str, Any], path: Path, *, name: str, quant: str) -> None:
+    """Write one file with weights, sizes and tokenizer; `vocabulary` is what gguf_vocabulary makes of that."""
     gguf = _library()
     writer = gguf.GGUFWriter(path, "deci", use_temp_file=True)  # a large model fits on disk, not twice in memory
     _write_sizes(writer, decoder, name)
     writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(quant, f"MOSTLY_{quant.upper()}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    write_vocabulary(writer, vocabulary)
+    for key, value in vocabulary.items():
+        getattr(writer, f"add_{key}")(value)
     for tensor_name, tensor in _tensors(decoder).items():
-        kind = gguf.GGMLQuantizationType[_stored_as(tensor_name, tensor, quant)]
+        kind = gguf.GGMLQuantizationType[_stored_as(tensor, quant)]
         values = gguf.quants.quantize(tensor.float().contiguous().numpy(), kind)
         writer.add_tensor(tensor_name, values, raw_dtype=kind)
     try:
@@ -93,8 +93,8 @@ def _write_sizes(writer: Any, decoder: Decoder, name: str) -> None:
     writer.add_embedding_length(decoder.config["hidden_size"])
     writer.add_block_count(layers)
     writer.add_feed_forward_length(list(decoder.mlps))
-    writer.add_head_count([decoder.query_heads] * layers)
-    writer.add_head_count_kv([decoder.kv_heads] * layers)
+    writer.add_head_count([decoder.config["num_attention_heads"]] * layers)
+    writer.add_head_count_kv([decoder.config["num_key_value_heads"]] * layers)
     for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
         add(decoder.heads.width)
     writer.add_rope_freq_base(decoder.base)
@@ -119,16 +119,16 @@ def _gguf_name(name: str) -> str:
 
 def _interleaved(name: str, tensor: Tensor, decoder: Decoder) -> Tensor:
     """Rows of queries and keys as llama.cpp rotates them: (0, 1), (2, 3) … are pairs, not (j, j + width/2)."""
-    counts = {"q_proj": decoder.query_heads, "k_proj": decoder.kv_heads}
-    heads = counts.get(name.split(".")[-2])
-    if heads is None:
+    counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    count = counts.get(name.split(".")[-2])
+    if count is None:
         return tensor
-    halves = tensor.unflatten(0, (heads, 2, decoder.heads.width // 2))
+    halves = tensor.unflatten(0, (decoder.config[count], 2, decoder.heads.width // 2))
     made: Tensor = halves.transpose(1, 2).flatten(0, 2)
     return made
 
 
-def _stored_as(name: str, tensor: Tensor, quant: str) -> str:
+def _stored_as(tensor: Tensor, quant: str) -> str:
     """Norms, biases and rotary factors are float32; rows that q8_0 cannot cut are f16."""
     if tensor.dim() < 2:
         return "F32"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from corp.errors import StorageError
@@ -24,25 +23,11 @@ SPLITS = {LLAMA_3: "llama-bpe", LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Tokens by id with what llama.cpp needs to know of them; `merges` or `scores`, by the kind of `model`."""
+def vocabulary_of(tokenizer: Any, size: int) -> dict[str, Any]:
+    """What a GGUFWriter has to be told of a fast tokenizer: an argument for each of its methods add_*.
 
-    model: str  # "llama" (SentencePiece) or "gpt2" (byte-level)
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float] | None
-    merges: list[str] | None
-    special: dict[str, int]  # bos, eos, unknown, padding -> id
-    add_bos: bool
-    add_eos: bool
-    space_prefix: bool
-    template: str | None
-
-
-def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
-    """The vocabulary of a fast tokenizer, filled up with unused tokens to the `size` of the model's embedding."""
+    The vocabulary is filled up with unused tokens to the `size` of the model's embedding.
+    """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
     if model.get("type") != "BPE":
@@ -51,39 +36,23 @@ def vocabulary_of(tokenizer: Any, size: int) -> Vocabulary:
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     tokens, types = _tokens(content, size, fallback)
     ids = tokenizer("a")["input_ids"]
-    special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    return Vocabulary(
-        "llama" if fallback else "gpt2",
-        "default" if fallback else _split_name(content["pre_tokenizer"]),
-        tokens,
-        types,
-        _scores(tokens, merges) if fallback else None,
-        None if fallback else merges,
-        {name: token for name, token in special.items() if token is not None},
-        add_bos=bool(ids) and ids[0] == special["bos"],
-        add_eos=bool(ids) and ids[-1] == special["eos"],
-        space_prefix=fallback and _prepends(content),
-        template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
-    )
-
-
-def write_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
-    """All tokenizer.* keys, into a GGUFWriter."""
-    writer.add_tokenizer_model(vocabulary.model)
-    writer.add_tokenizer_pre(vocabulary.pre)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores is not None:
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.space_prefix)
-    if vocabulary.merges is not None:
-        writer.add_token_merges(vocabulary.merges)
-    for name, token in vocabulary.special.items():
-        getattr(writer, f"add_{name}_token_id")(token)
-    writer.add_add_bos_token(vocabulary.add_bos)
-    writer.add_add_eos_token(vocabulary.add_eos)
-    if vocabulary.template is not None:
-        writer.add_chat_template(vocabulary.template)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    made: dict[str, Any] = {
+        "tokenizer_model": "llama" if fallback else "gpt2",  # SentencePiece, or byte-level
+        "tokenizer_pre": "default" if fallback else _split_name(content["pre_tokenizer"]),
+        "token_list": tokens,
+        "token_types": types,
+    }
+    if fallback:
+        made |= {"token_scores": _scores(tokens, merges), "add_space_prefix": _prepends(content)}
+    else:
+        made["token_merges"] = merges
+    made |= {name: token for name, token in special.items() if token is not None}
+    made["add_bos_token"] = bool(ids) and ids[0] == special["bos_token_id"]
+    made["add_eos_token"] = bool(ids) and ids[-1] == special["eos_token_id"]
+    if isinstance(tokenizer.chat_template, str):
+        made["chat_template"] = tokenizer.chat_template
+    return made
 
 
 def _tokens(content: dict[str, Any], size: int, fallback: bool) -> tuple[list[str], list[int]]:

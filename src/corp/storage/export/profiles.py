@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from corp.measure.cost import count_macs, count_params
 from corp.planning.plan import Plan
 from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.padding import pad
-from corp.storage.export.record import Exported, write_record
+from corp.storage.export.record import Written
 from corp.storage.export.rotary import (
     Heads,
     attentions,
@@ -60,7 +61,7 @@ def beyond_norms(narrowed: bool, target: str) -> str | None:
 
 
 def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model with its tokens left as they are, which is all that a library's own format holds, and what it costs."""
+    """The model without token merging, which no library's own format can hold, and a note on what that costs."""
     plans = history(model)
     if not any(plan.merging for plan in plans):
         return model, ()
@@ -90,22 +91,11 @@ def holds_narrower_heads(model: nn.Module, width: int, library: Library, identit
 
 
 def write_profile(
-    model: nn.Module,
-    base: dict[str, Any] | None,
-    folder: Path,
-    path: Path,
-    profile: str,
-    sources: list[str],
-    record: dict[str, Any],
-) -> Exported:
-    """Write the pruned `model` into `folder` for its own library, read it back with that, and compare.
-
-    `base` is how its dense architecture is rebuilt; `path` is what the folder will be called. Tokenizer and
-    preprocessing come from the first of `sources` that has them.
-    """
+    model: nn.Module, base: dict[str, Any] | None, folder: Path, profile: str, sources: list[str]
+) -> Written:
+    """Write the pruned `model` into `folder` for its own library, read it back with that, and compare."""
     library, make = library_for(base)
-    made_by = history(model)
-    refuse_beyond_widths(made_by, library.name)
+    refuse_beyond_widths(history(model), library.name)
     if reason := beyond_norms(any(isinstance(m, NarrowNorm) for m in model.modules()), f"plain {library.name}"):
         raise StorageError(reason)
     model, notes = without_merging(model, library)
@@ -134,21 +124,10 @@ def write_profile(
     library.write(target.eval(), identity, folder)
     # Scaled queries are rounded once more than the pruned model's: in half precision that shows.
     rounded = next(model.parameters()).dtype if rotary else precise(model)
-    difference = _check(model, library, identity, folder, rounded)
-    made = Exported(
-        LIBRARY_TARGETS[library.name],
-        profile,
-        library.name,
-        library.call(identity, str(path)),
-        (count_params(model), count_params(target)),
-        difference,
-        tuple(library.companions(sources, folder)),
-        notes,
-    )
-    # The folder may move: on record is its name alone.
-    name = path.resolve().name
-    write_record(folder, name, replace(made, load=library.call(identity, name)), record, made_by)
-    return made
+    difference = largest_difference(model, library.read(identity, folder, precise(model)), library.example(model))
+    require_agreement(difference, rounded)
+    load = partial(library.call, identity)
+    return Written(load, count_params(target), difference, library.companions(sources, folder), notes)
 
 
 def _one_head_width(model: nn.Module) -> int | None:
@@ -182,13 +161,6 @@ def _rope(model: nn.Module, heads: Heads) -> dict[str, Any] | None:
         return None
     base = float(rope["rope_theta"])
     return longrope(base, rope_factors(model, heads, base), config["max_position_embeddings"])
-
-
-def _check(model: nn.Module, library: Library, identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> float:
-    reread = library.read(identity, folder, precise(model))
-    difference = largest_difference(model, reread, library.example(model))
-    require_agreement(difference, dtype)
-    return difference
 
 
 def library_for(base: dict[str, Any] | None) -> tuple[Library, Make]:

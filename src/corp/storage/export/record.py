@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corp import __version__
 from corp.planning.plan import Plan
 
 RECORD, CARD = "corp-export.json", "README.md"
+
+
+class Written(NamedTuple):
+    """What a target's own code says of the files that it wrote."""
+
+    load: Callable[[str], str]  # the lines that load them, from the name of their folder
+    params: int
+    difference: float | None
+    companions: Sequence[str]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ every head has the same frequencies, and zeros where it kept fewer. If the union
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,17 +86,20 @@ def written(attention: Any, heads: Heads) -> dict[str, Projection]:
     return {
         "q": _placed(parts["q"], kept.repeat_interleave(H // K, 0), heads),
         "k": _placed(parts["k"], kept, heads),
-        "v": Projection(*(None if t is None else _grown(t, K, heads.width, 0) for t in parts["v"])),  # type: ignore[arg-type]
+        "v": _each(parts["v"], lambda tensor: _grown(tensor, K, heads.width, 0)),
         "o": Projection(_grown(o.weight, H, heads.width, 1), o.bias),
     }
 
 
 def scaled(projection: Projection, factor: float) -> Projection:
     """The queries times `factor`, rounded once to their dtype."""
+    return _each(projection, lambda tensor: (tensor.double() * factor).to(tensor.dtype))
+
+
+def _each(projection: Projection, change: Callable[[Tensor], Tensor]) -> Projection:
+    """A linear layer whose weight, and bias if there is one, are changed."""
     weight, bias = projection
-    return Projection(
-        (weight.double() * factor).to(weight.dtype), None if bias is None else (bias.double() * factor).to(bias.dtype)
-    )
+    return Projection(change(weight), None if bias is None else change(bias))
 
 
 def written_state(model: nn.Module, heads: Heads) -> dict[str, Tensor]:
@@ -160,7 +163,7 @@ def _placed(projection: Projection, kept: Tensor, heads: Heads) -> Projection:
         whole[torch.arange(len(rows))[:, None], rows] = tensor.unflatten(0, (len(rows), -1))
         return whole.flatten(0, 1)
 
-    return Projection(place(projection.weight), None if projection.bias is None else place(projection.bias))
+    return _each(projection, place)
 
 
 def _grown(tensor: Tensor, heads: int, width: int, dim: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,24 @@ from torch import Tensor, nn
 
 from corp.adapters.registry import Library
 from corp.errors import StorageError
-from corp.measure.cost import count_params
 from corp.storage.export.check import largest_difference, on_cpu, outputs, precise, require_agreement
 from corp.storage.export.decoder import Decoder, decoder_of
 from corp.storage.export.gguf_file import DEFAULTS, FILE, check_gguf, require_gguf, write_gguf
 from corp.storage.export.gguf_vocabulary import vocabulary_of
 from corp.storage.export.profiles import refuse_beyond_widths
-from corp.storage.export.record import Exported
+from corp.storage.export.record import Written
 from corp.storage.export.vllm_folder import write_vllm
 from corp.surgery.apply import history
 
 GGUF, VLLM = "gguf", "vllm"
 SERVED = (VLLM, GGUF)
-LIBRARIES = {GGUF: "llama.cpp", VLLM: "vllm"}
 VLLM_NOTE = "vLLM itself was not run: the folder was read back, by the fields that vLLM reads, into transformers' Llama"
 
 
 def write_served(
-    model: nn.Module, library: Library, folder: Path, path: Path, target: str, sources: list[str], quant: str | None
-) -> Exported:
-    """Write the pruned `model` for `target` into `folder`, which will be called `path`, read it back, and compare."""
+    model: nn.Module, library: Library, folder: Path, name: str, target: str, sources: list[str], quant: str | None
+) -> Written:
+    """Write the pruned `model` for `target` into `folder`, which will be called `name`, read it back, and compare."""
     refuse_beyond_widths(history(model), target)
     decoder, batch = decoder_of(model), library.example(model)
     if target == VLLM:
@@ -43,21 +42,14 @@ def write_served(
         quant = quant or DEFAULTS[next(model.parameters()).dtype]
         tokenizer, companions = _tokenizer(decoder, library, sources)
         vocabulary = vocabulary_of(tokenizer, decoder.config["vocab_size"])
-        write_gguf(decoder, vocabulary, folder / FILE, name=path.resolve().name, quant=quant)
+        write_gguf(decoder, vocabulary, folder / FILE, name=name, quant=quant)
         notes = decoder.notes
         tokens = batch["input_ids"][0]
-        difference = check_gguf(folder / FILE, tokens.tolist(), _next(model, tokens), quant)
-    written = sum(map(Tensor.numel, decoder.state.values()))
-    return Exported(
-        target,
-        None,
-        LIBRARIES[target],
-        load_line(target, str(path)),
-        (count_params(model), written),
-        difference,
-        tuple(companions),
-        notes,
-    )
+        logits = outputs(on_cpu(model, precise(model)), {"input_ids": tokens[None]})["logits"]
+        expected = logits[0, -1].float().log_softmax(-1)  # (vocabulary,), of the token behind them
+        difference = check_gguf(folder / FILE, tokens.tolist(), expected, quant)
+    params = sum(map(Tensor.numel, decoder.state.values()))
+    return Written(partial(load_line, target), params, difference, companions, notes)
 
 
 def load_line(target: str, path: str) -> str:
@@ -82,9 +74,3 @@ def _tokenizer(decoder: Decoder, library: Library, sources: list[str]) -> tuple[
             raise StorageError(f"a GGUF file holds its tokenizer, and there is none in the places known: {places}")
         Path(temporary, "config.json").write_text(json.dumps(decoder.config), encoding="utf-8")
         return import_module("corp.adapters.hf_models").tokenizer(temporary), names
-
-
-def _next(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Log-probabilities (vocabulary,) of the token behind `tokens`."""
-    logits = outputs(on_cpu(model, precise(model)), {"input_ids": tokens[None]})["logits"]
-    return logits[0, -1].float().log_softmax(-1)

@@ -8,18 +8,20 @@ from typing import Any
 
 from torch import nn
 
-from corp.adapters.registry import library_of
+from corp.adapters.registry import Library, library_of
 from corp.errors import StorageError
 from corp.measure.cost import count_params
-from corp.storage.export.formats import LIBRARIES, ONNX, PT2, load_lines, require_packages, write_format
+from corp.storage.export.formats import ONNX, PT2, load_lines, require_packages, write_format
 from corp.storage.export.gguf_file import require_gguf
 from corp.storage.export.graphs import inputs_for
 from corp.storage.export.profiles import LIBRARY_TARGETS, PROFILES, STANDARD, library_for, write_profile
-from corp.storage.export.record import Exported, write_record
-from corp.storage.export.served import GGUF, SERVED, load_line, write_served
+from corp.storage.export.record import Exported, Written, write_record
+from corp.storage.export.served import GGUF, SERVED, VLLM, write_served
 from corp.surgery.apply import history
 
 TARGETS = (*LIBRARY_TARGETS.values(), ONNX, PT2, *SERVED)
+LOADED_BY = {target: library for library, target in LIBRARY_TARGETS.items()}
+LOADED_BY |= {ONNX: "onnxruntime", PT2: "torch", GGUF: "llama.cpp", VLLM: "vllm"}
 
 
 def choose(
@@ -63,16 +65,24 @@ def write(
     the first of `sources` that has them.
     """
     target, profile = chosen
+    name, library = path.resolve().name, library_of(str((base or {}).get("adapter")))
     if profile is not None:
-        return write_profile(model, base, folder, path, profile, sources, record)
-    library = library_of(str((base or {}).get("adapter")))
-    if target in SERVED:
+        written = write_profile(model, base, folder, profile, sources)
+    elif target in SERVED:
         if library is None or library.name != "transformers":
             raise StorageError(f"{target} takes language models of transformers, and this is none")
-        made = write_served(model, library, folder, path, target, sources, quant)
-        shown = replace(made, load=load_line(target, path.resolve().name))
-        write_record(folder, path.resolve().name, shown, {"base": base, **record}, history(model))
-        return made
+        written = write_served(model, library, folder, name, target, sources, quant)
+    else:
+        written = _write_graph(model, library, folder, target, sources)
+    load, params = written.load(str(path)), (count_params(model), written.params)
+    companions = tuple(written.companions)
+    made = Exported(target, profile, LOADED_BY[target], load, params, written.difference, companions, written.notes)
+    shown = replace(made, load=written.load(name))  # the folder may move: on record is its name alone
+    write_record(folder, name, shown, record if profile else {"base": base, **record}, history(model))
+    return made
+
+
+def _write_graph(model: nn.Module, library: Library | None, folder: Path, target: str, sources: list[str]) -> Written:
     if library is None:
         raise StorageError(
             "no library says what inputs this model takes; trace it with an example: "
@@ -80,16 +90,5 @@ def write(
         )
     batch = library.example(model)
     difference = write_format(model, folder, target, batch)
-    names, params = list(inputs_for(model, batch)), count_params(model)
-    made = Exported(
-        target,
-        None,
-        LIBRARIES[target],
-        load_lines(target, str(path), names),
-        (params, params),
-        difference,
-        tuple(library.companions(sources, folder)),
-    )
-    shown = replace(made, load=load_lines(target, path.resolve().name, names))
-    write_record(folder, path.resolve().name, shown, {"base": base, **record}, history(model))
-    return made
+    names, companions = list(inputs_for(model, batch)), library.companions(sources, folder)
+    return Written(lambda path: load_lines(target, path, names), count_params(model), difference, companions)

@@ -68,8 +68,8 @@ def config_of(decoder: Decoder, state: dict[str, Tensor]) -> dict[str, Any]:
         "auto_map": {"AutoConfig": f"{Path(CODE).stem}.DeciLMConfig"},
         **{key: decoder.config.get(key) for key in COPIED},
         "num_hidden_layers": len(decoder.mlps),
-        "num_attention_heads": decoder.query_heads,
-        "num_key_value_heads": decoder.kv_heads,
+        "num_attention_heads": decoder.config["num_attention_heads"],
+        "num_key_value_heads": decoder.config["num_key_value_heads"],
         "head_dim": decoder.heads.width,
         "intermediate_size": max(decoder.mlps),
         "hidden_act": "silu",
@@ -79,7 +79,7 @@ def config_of(decoder: Decoder, state: dict[str, Tensor]) -> dict[str, Any]:
         "rope_parameters": rope,
         "attention_bias": f"{first}.self_attn.q_proj.bias" in state,
         "mlp_bias": f"{first}.mlp.down_proj.bias" in state,
-        "tie_word_embeddings": decoder.tied,
+        "tie_word_embeddings": "lm_head.weight" not in state,
         "torch_dtype": str(decoder.state["model.norm.weight"].dtype).removeprefix("torch."),
         "block_configs": blocks_of(decoder),
     }
@@ -87,7 +87,7 @@ def config_of(decoder: Decoder, state: dict[str, Tensor]) -> dict[str, Any]:
 
 def blocks_of(decoder: Decoder) -> list[dict[str, Any]]:
     """What every layer holds. `ffn_mult` comes before the width where it is there, so only where it gives the same."""
-    group = decoder.query_heads // decoder.kv_heads
+    group = decoder.config["num_attention_heads"] // decoder.config["num_key_value_heads"]
     round_ = all(width % MULTIPLE == 0 for width in decoder.mlps)
     blocks = []
     for width in decoder.mlps:

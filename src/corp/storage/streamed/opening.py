@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -13,6 +12,7 @@ from torch import nn
 from corp.adapters.shell import emptied
 from corp.errors import ModelError
 from corp.io.files import read_json
+from corp.storage.streamed.presence import Presence
 from corp.storage.streamed.weights import Place, Weights, contents, matched
 from corp.storage.tying import tied_names
 from corp.surgery.opened import opened
@@ -20,14 +20,9 @@ from corp.surgery.opened import opened
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class Opened(NamedTuple):
-    """A model all of whose parameters are placeholders, and where its weights are."""
-
-    model: nn.Module
-    weights: Weights
-
-
-def open_folder(folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Opened:
+def open_folder(
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Presence:
     """The model of a folder that transformers' save_pretrained or timm wrote; no weights are read.
 
     It computes on `device`, in `dtype` or that of the checkpoint.
@@ -46,7 +41,7 @@ def open_folder(folder: str | Path, *, device: torch.device | str = "cpu", dtype
         _require_plain(model, path)
         kind = dtype or known or _dtype_of(next(iter(held.values())))
         home = torch.device(device)
-        return Opened(emptied(model, kind, home), Weights(places, kind, home))
+        return Presence(emptied(model, kind, home), Weights(places, kind, home))
     raise problem or ModelError(f"{path} names no model")
 
 

@@ -1,4 +1,4 @@
-"""Running a model up to one of its blocks: those before pass their hidden state on, and the code around is its own.
+"""Runs a model up to one block: earlier blocks pass their hidden state on, and the code around is the model's own.
 
 So every block is called as the model calls it, with the masks and positions that belong to the batch, while no other
 block's weights are needed. refit.blocks has found out that these do not depend on hidden states.
@@ -76,7 +76,7 @@ def passing(model: nn.Module, manners: Manners) -> Iterator[None]:
 def through(model: nn.Module, name: str, manners: Manners, run: Run, hidden: Tensor | None = None) -> Tensor:
     """What the block `name` makes of `hidden`, or of what the model gives it, when the model is run.
 
-    Enough is raised behind the block; `run` sees to it.
+    Enough is raised behind the block; `run` has to catch it.
     """
     seen: list[Tensor] = []
     at = manners[name].at

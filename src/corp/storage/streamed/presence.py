@@ -43,8 +43,7 @@ class Presence:
         self._fill(self.resident)
         self.load_buffers()
         for name, first in self.tied.items():
-            owner, _, attribute = name.rpartition(".")
-            self.model.get_submodule(owner)._parameters[attribute] = self.model.get_parameter(first)
+            self._put(name, self.model.get_parameter(first))
 
     def load_buffers(self) -> None:
         """Bring in all buffers that are saved with the weights."""

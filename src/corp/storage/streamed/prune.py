@@ -23,7 +23,6 @@ from corp.io.files import lock_folder, new_folder, refuse_existing
 from corp.io.observer import SILENT, Bars, Observer
 from corp.measure.cost import count_macs, count_params
 from corp.numerics.place import Place
-from corp.planning.plan import Plan
 from corp.planning.report import Report
 from corp.planning.widths import require_prunable
 from corp.recipe import GAIN, SHARED, Recipe
@@ -36,7 +35,7 @@ from corp.steps.run import TRIED_OUT, Dense, Run
 from corp.storage.folder import WEIGHTS, compact_manifest, describe_result, places_of
 from corp.storage.streamed.assembly import pruned_shell, write_streamed
 from corp.storage.streamed.memory import Need, needed
-from corp.storage.streamed.opening import Opened, open_folder
+from corp.storage.streamed.opening import open_folder
 from corp.storage.streamed.passing import manners_of
 from corp.storage.streamed.presence import Presence
 from corp.storage.streamed.streams import PRUNED, Store
@@ -73,7 +72,7 @@ def prune_streamed(
 
 
 def prune_opened(
-    opened: Opened,
+    opened: Presence,
     run: Run,
     recipe: Recipe,
     target: Path,
@@ -102,7 +101,7 @@ def prune_opened(
     return result.report
 
 
-def estimate_opened(opened: Opened, run: Run, recipe: Recipe) -> Need:
+def estimate_opened(opened: Presence, run: Run, recipe: Recipe) -> Need:
     """What prune_opened would hold at the most."""
     with without_cache(opened.model):
         return need_of(_prepared(opened, run, recipe, Store(Path())))
@@ -132,11 +131,10 @@ def _require_streamable(recipe: Recipe, batches: Iterable[Any] | None) -> None:
             raise PlanError(f"a model cannot be pruned block by block under this recipe: {name} {reason}")
 
 
-def _prepared(opened: Opened, run: Run, recipe: Recipe, store: Store) -> Walk:
+def _prepared(presence: Presence, run: Run, recipe: Recipe, store: Store) -> Walk:
     """Everything that has to be known before the first block: sites, blocks, widths, fingerprint."""
     _require_streamable(recipe, run.batches)
-    model, presence = opened.model, Presence(opened.model, opened.weights)
-    forward, first = run.forward, run.first()
+    model, weights, forward, first = presence.model, presence.weights, run.forward, run.first()
     if run.batches is None or first is None:
         raise DataError("no calibration data: `batches` was empty")
     presence.load_resident()
@@ -146,10 +144,9 @@ def _prepared(opened: Opened, run: Run, recipe: Recipe, store: Store) -> Walk:
         require_prunable(sites, recipe)
         blocks = _blocks(model, sites, recipe, [few], forward)
         manners = manners_of(model, list(sites), [b.name for b in blocks], lambda: feed(model, few, forward))
-    dense = Dense(model, sites, opened.weights.fingerprint(model))
+    dense = Dense(model, sites, weights.fingerprint(model))
     presence.keep_only([block.name for block in blocks])
-    unknown, settings = Allocation({}, {}), run.settings or Settings()
-    place = Place.on(opened.weights.device)
+    unknown, settings, place = Allocation({}, {}), run.settings or Settings(), Place.on(weights.device)
     return Walk(
         presence, dense, blocks, manners, recipe, unknown, run.batches, settings, store, run.observer,
         forward, recipe.refits, dict(run.origin or {}), place,
@@ -211,17 +208,12 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
     warn_of_few([name for record in records for name in record.get("few", [])])
     smaller = pruned_shell(walk.presence, walk.dense.sites, plan, [store.shard(number) for number in range(count)])
     first = first_batch(walk.batches)
+    sample, models = sample_of(walk.model, first, walk.forward), (walk.model, smaller.model)
     with smaller.visiting():
         if walk.refits:
             end = store.read_stream(PRUNED, count, 0, walk.presence.weights.device)
             require_whole(smaller.model, walk.blocks, end, lambda: feed(smaller.model, first, walk.forward))
-        report = _report(walk, smaller.model, plan, first)
+        with walk.presence.visiting():  # operations are counted as the dense model's blocks come and go
+            dense, pruned = (count_macs(model, *sample) for model in models)
+    report = Report(plan, (count_params(walk.model), count_params(smaller.model)), (dense, pruned))
     return Result(smaller.model, plan, report, walk.origin), smaller
-
-
-def _report(walk: Walk, smaller: nn.Module, plan: Plan, first: Any) -> Report:
-    """Parameters and operations before and after; those of the dense model are counted as its blocks come and go."""
-    sample = sample_of(walk.model, first, walk.forward)
-    with walk.presence.visiting():
-        macs = tuple(count_macs(model, *sample) for model in (walk.model, smaller))
-    return Report(plan, (count_params(walk.model), count_params(smaller)), (macs[0], macs[1]))

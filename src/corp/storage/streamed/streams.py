@@ -63,8 +63,9 @@ class Store:
 
     def write_curves(self, block: int, curves: Mapping[str, Curve]) -> None:
         """The error curves of a block's sites; the hidden states that they were made from are not needed any more."""
-        parts = {name: {"errors": curve.errors, **_path_tensors(curve.path)} for name, curve in curves.items()}
-        tensors = {f"{name}/{key}": tensor.cpu() for name, part in parts.items() for key, tensor in part.items()}
+        tensors = {f"{name}/errors": curve.errors.cpu() for name, curve in curves.items()}
+        for name, path in ((name, curve.path) for name, curve in curves.items() if curve.path is not None):
+            tensors |= {f"{name}/order": path.order.cpu(), f"{name}/error": path.error.cpu()}
         write_tensors(self._curves(block).with_suffix(".safetensors"), tensors or {"": torch.zeros(0)})
         numbers = {name: [curve.energy, curve.path and curve.path.ridge] for name, curve in curves.items()}
         write_text(self._curves(block), json.dumps(numbers))
@@ -92,7 +93,3 @@ class Store:
 
     def _stream(self, kind: str, block: int, index: int) -> Path:
         return self.folder / f"stream-{block:04}-{kind}-{index:06}.safetensors"
-
-
-def _path_tensors(path: Elimination | None) -> dict[str, Tensor]:
-    return {} if path is None else {"order": path.order, "error": path.error}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, count_samples, enumerate_batches, feed, size_of
-from corp.calibration.collector import Collector
+from corp.calibration.collector import Collector, Cursor
 from corp.calibration.holdout import HoldOut
 from corp.calibration.hooks import block_of
 from corp.calibration.settings import Settings
@@ -114,9 +114,8 @@ class Walk:
         collector = Collector(list(sites), tokens, causal=self.settings.causal)
         samples = 0
         with torch.no_grad(), collector.watching(self.model):
-            for index, start, batch in self._every():
-                cursor = collector.cursor
-                cursor.sample, cursor.held, cursor.size = start, rule.holds(index), size_of(batch)
+            for index, start, batch in enumerate_batches(self.batches, lambda _index: True):
+                collector.cursor = Cursor(start, rule.holds(index), size_of(batch))
                 hidden = None if block.starts else self._stream(stream, number, index)
                 behind = through(self.model, block.name, self.manners, self._runs(batch), hidden)
                 self.store.write_stream(stream, number + 1, index, behind)
@@ -158,9 +157,6 @@ class Walk:
 
     def _stream(self, kind: str, number: int, index: int) -> Tensor:
         return self.store.read_stream(kind, number, index, self.presence.weights.device)
-
-    def _every(self) -> Iterator[tuple[int, int, Any]]:
-        return enumerate_batches(self.batches, lambda _index: True)
 
 
 def unplaced(sites: Sites, blocks: Sequence[Block]) -> list[Site]:

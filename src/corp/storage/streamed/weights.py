@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from corp.errors import ModelError, StorageError
 from corp.sites import fingerprint_of
-from corp.storage.tying import tied_names
+from corp.storage.tying import saved_state, tied_names
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ def contents(files: Iterable[Path]) -> dict[str, Place]:
 
 def matched(model: nn.Module, names: Mapping[str, str], held: Mapping[str, Place], where: Path) -> dict[str, Place]:
     """Every tensor of the model's state, tied ones once; `names` says which of those held it is."""
-    tied = tied_names(model)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    known = {**{first: names[name] for name, first in tied.items() if name in names}, **names}
+    wanted = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
+    known = {**{first: names[name] for name, first in tied_names(model).items() if name in names}, **names}
     lost = [name for name in wanted if name not in known]
     odd = [name for name in wanted if name in known and held[known[name]].shape != wanted[name]]
     if lost or odd:
