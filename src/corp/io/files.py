@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 
 try:
@@ -29,12 +28,13 @@ except ImportError:  # Windows has no flock; there two runs into one folder are 
 from corp.errors import StorageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim to be anything
-DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
-DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's, safetensors' own
+DTYPE_NAMES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+DTYPE_NAMES |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tup
     for name in order:
         dtype, shape = kinds[name]
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        known = DTYPE_NAMES.get(dtype, str(dtype))  # of others a name of some length
+        known = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))  # of others a name of some length
         header[name] = {"dtype": known, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

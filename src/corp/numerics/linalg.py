@@ -14,6 +14,7 @@ from corp.numerics.place import Place
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems,
 # most where a head is mapped by a basis that a handful of tokens decided. The last are for nothing but rounding errors.
 VANISHING = (1e-10, 1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+RAISED = 8  # powers of ten by which a ridge is raised at the most
 REFINEMENTS, LEFT = 3, 1e-6  # steps, and what may be left of the right-hand side
 MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d = 64
 
@@ -58,6 +59,16 @@ def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
     rhs = rhs.masked_fill(dead(A)[:, None], 0.0)
     X = torch.cholesky_solve(rhs, L)  # never form the inverse
     return X if A.dtype == torch.float64 else _refined(regular, rhs, X, L)
+
+
+def solve_raised(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
+    """solve_ridge at the least power of ten times lam at which rounding leaves a system that can be solved."""
+    for power in range(RAISED):
+        try:
+            return solve_ridge(A, rhs, lam * 10**power)
+        except SingularSystemError:
+            continue
+    return solve_ridge(A, rhs, lam * 10**RAISED)
 
 
 def _refined(A: Tensor, rhs: Tensor, X: Tensor, L: Tensor) -> Tensor:

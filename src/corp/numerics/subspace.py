@@ -23,10 +23,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from corp.errors import SingularSystemError
 from corp.numerics.affine import Distortion
 from corp.numerics.kronecker import Operator, Total, mean_diagonal, solve, solve_vanishing
 from corp.numerics.rank import top
 
+RAISED = 3  # ridges that a step tries, each a hundred times the last
 FLOOR = 1e-12  # relative; keys that vary less in some direction than this do not vary in it
 
 
@@ -104,13 +106,18 @@ def _left(A: Tensor, B: Tensor) -> Tensor:
 
 
 def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | None) -> Tensor:
-    """X with normal(X) = residual, by a ridge that pulls to 0; no step where only rounding errors vary."""
+    """X with normal(X) = residual, by a ridge that pulls to 0; it is raised where only rounding errors vary."""
     scale = mean_diagonal(normal)
     if scale <= 0:
         return torch.zeros_like(residual)
-    if ridge > 0:
-        return solve(normal, residual, ridge * scale, tolerance)
-    return solve_vanishing(normal, residual, scale)
+    if ridge == 0:
+        return solve_vanishing(normal, residual, scale)
+    for power in range(RAISED):
+        try:
+            return solve(normal, residual, ridge * scale * 100**power, tolerance)
+        except SingularSystemError:
+            continue
+    return torch.zeros_like(residual)
 
 
 def balanced(fit: Subspace) -> Subspace:

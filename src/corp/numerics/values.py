@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corp.numerics.linalg import mean_diagonal, solve_ridge
+from corp.numerics.linalg import mean_diagonal, solve_raised
 
 SWEEPS = 1  # more change nothing that could be measured
 LEAST_RIDGE = 1e-6  # directions that never vary must not be blown up; this only chooses, the fit has its own ridge
@@ -87,7 +87,7 @@ def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: f
         S = torch.cat([places[:g], places[g + 1 :]])[..., :keep].flatten()
         inside = places[g].flatten()
         lam = ridge * mean_diagonal(cov[S[:, None], S])
-        X = solve_ridge(cov[S[:, None], S], cov[S[:, None], inside], lam)  # (S, R d)
+        X = solve_raised(cov[S[:, None], S], cov[S[:, None], inside], lam)  # (S, R d)
         K = cross[:, inside] - cross[:, S] @ X
         C = cov[inside[:, None], inside] - cov[inside[:, None], S] @ X
         parts = [slice(i * d, (i + 1) * d) for i in range(shared)]
