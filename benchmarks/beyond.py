@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,9 @@ def _top1(images: Tensor, labels: Tensor) -> Callable[[nn.Module], dict[str, flo
     return lambda model: {"top-1 %": deit_tiny.accuracy(model, batches, labels)}
 
 
-def of_texts(name: str) -> Callable[[Path, int], Subject]:
+def of_texts(load: Callable[[Path], language.Benchmark]) -> Callable[[Path, int], Subject]:
     def subject(assets: Path, samples: int) -> Subject:
-        loaded = language.MODELS[name].load(assets)
+        loaded = load(assets)
         judged = [_rows(batch, slice(i, i + TOGETHER)) for batch in loaded.judged for i in range(0, 50, TOGETHER)]
         some = [batch for batch in judged if len(batch["input_ids"])][: samples // TOGETHER]
         return Subject(loaded.model, loaded.calibration, some, loaded.measure)
@@ -100,8 +101,8 @@ def _rows(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
 MODELS: dict[str, Callable[[Path, int], Subject]] = {
     "demo": demo,
     "deit": deit,
-    "minilm": of_texts("minilm"),
-    "stories": of_texts("stories"),
+    "minilm": of_texts(partial(language.load_minilm, every=True)),
+    "stories": of_texts(language.MODELS["stories"].load),
 }
 
 
