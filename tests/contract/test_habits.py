@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import corp
+from corp.adapters.hf_export import resize
+from corp.adapters.registry import adapters_for
 from corp.testing import check_model
+from tests.helpers import models
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few samples, on purpose
@@ -225,3 +228,10 @@ def test_two_small_images_are_enough_for_every_kind_of_site() -> None:
     for recipe in (corp.Recipe(mlp=0.5, attn=0.5, vo=0.25), corp.Recipe(target_macs=0.7)):
         with torch.no_grad():
             assert bool(torch.isfinite(corp.prune(model, [batch], recipe).model(batch)).all())
+
+
+def test_a_config_leaves_layers_that_were_refused_as_wide_as_they_are() -> None:
+    """Some layers of Gemma 3n look like MLPs until they are tried out, so widths do not name them."""
+    model = models.build("hf-bert", torch.float32)
+    identity = next(adapter for adapter in adapters_for(model) if adapter.identify).identify(model)
+    assert resize(identity, {}, False) == identity

@@ -39,6 +39,7 @@ HF = "hf:"
 def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> dict[str, Any]:
     """The config of the model with these MLP widths, and biases in its MLPs where it can have them."""
     dense, made = _widths(identity), copy.deepcopy(identity)
+    widths = {**dense, **widths}  # what was refused when it was tried out keeps its width
     for place, key in _fields(made["config"], (*WIDTHS, RATIO)):
         governed = _governed(made, place, key)
         wanted = {widths[site] for site in governed}
