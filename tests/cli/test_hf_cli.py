@@ -255,7 +255,7 @@ def test_an_encoder_is_judged_by_its_embeddings(bert: Path, texts: Path, tmp_pat
     assert shown["models"][1]["spearman"]["value"] == pytest.approx(expected)
     assert shown["models"][0]["cosine"] is None
     assert shown["models"][0]["spearman"] is not None
-    assert "give --dense, or --sts FILE" in failure("eval", f"hf:{bert}", "--data", texts)
+    assert "give --dense MODEL, or --sts FILE" in failure("eval", f"hf:{bert}", "--data", texts)
 
 
 def test_image_models_of_transformers(vit: Path, tmp_path: Path) -> None:
@@ -310,10 +310,10 @@ def test_bench_times_texts(opt: Path, pruned: Path) -> None:
 def test_options_that_do_not_go_together(opt: Path, bert: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"hf:{opt}"
     assert "no data: give" in failure("eval", model)
-    assert "--sts is for encoders" in failure("eval", model, "--sts", texts)
+    assert "--sts is for sentence encoders" in failure("eval", model, "--sts", texts)
     assert "--labels are for images" in failure("eval", model, "--data", texts, "--labels", "none")
     assert "combined with --per-document" in failure("eval", model, "--data", texts, "--stride", 2, "--per-document")
-    assert "--tasks are for causal" in failure("eval", f"hf:{bert}", "--tasks", "arc")
+    assert "--tasks is for causal" in failure("eval", f"hf:{bert}", "--tasks", "arc")
     assert "take different data" in failure("eval", model, f"hf:{bert}", "--data", texts)
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # whether it is installed or not
     assert "pip install lm-eval" in failure("eval", model, "--tasks", "arc")

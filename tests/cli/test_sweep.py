@@ -248,8 +248,8 @@ def test_the_command_writes_table_json_figures_and_a_page(weights: Path, photos_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "either --calib"),
-        (("--stats", "x", "--calib", "y"), "either --calib"),
+        ((), "no calibration data"),
+        (("--stats", "x", "--calib", "y"), "--stats replaces the data"),
         (("--stats", "x", "--calib-sizes", "1,2"), "--calib-sizes needs"),
         (("--stats", "x", "--ridge", "a"), "--ridge"),
         (("--stats", "x", "--rank", "best"), "--rank best"),

@@ -12,12 +12,12 @@ from corp.io.files import refuse_existing
 
 def require_source(source: Source, stats: Path | None = None) -> None:
     """Refuse a model, weights or data that are missing; `stats` of an earlier calibration replace the data."""
-    require_model(source.model, source.weights)
     for given, flag in ((source.calib, "--calib"), (source.samples, "--samples")):
         if given and stats is not None:
             raise DataError(f"--stats replaces the data: leave out either --stats or {flag}")
     if not source.calib and stats is None:
         raise DataError("no calibration data: give images or texts with --calib, or statistics with --stats")
+    require_model(source.model, source.weights)
     require_paths("--calib", source.calib)
 
 

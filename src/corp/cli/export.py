@@ -37,8 +37,8 @@ def export(
         ),
     ] = None,
     quant: Annotated[
-        Literal["f32", "f16", "bf16", "q8_0"] | None,
-        a.option("Number format of a gguf file.", a.OUTPUT, show_default="the model's own"),
+        str | None,  # not a choice: the error for others names the tool that makes them
+        a.option("Number format of a gguf file: f32, f16, bf16 or q8_0.", a.OUTPUT, show_default="the model's own"),
     ] = None,
     overwrite: a.Overwrite = False,
     json: a.Json = False,

@@ -88,8 +88,6 @@ def sweep(
     Measured are accuracy if images have labels, perplexity of language models, and closeness to the dense model.
     With -o, an interrupted run can continue, and a table (CSV), all results (JSON) and figures (PNG, SVG) are written.
     """
-    early.require_source(source, stats)
-    early.require_paths("--data", data or [])
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
     grid = Grid(
@@ -101,6 +99,8 @@ def sweep(
         _numbers(ridge, float, "--ridge"),
     )
     recipes = grid.recipes()
+    early.require_source(source, stats)
+    early.require_paths("--data", data or [])
     if out is not None:
         import_module("matplotlib")  # missing: said before the work, not after it
     source = replace(source, images=IMAGES)

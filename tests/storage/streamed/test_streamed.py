@@ -261,6 +261,6 @@ def test_the_command_streams(tmp_path: Path) -> None:
     assert report["params"]["after"] < report["params"]["before"]
     assert (out / "tokenizer.json").is_file()
     assert corp.load(out).config.ffn_dim == 32
-    assert "--eval-data cannot go with it" in failure(
+    assert "cannot be combined with --eval-data" in failure(
         *given, "-o", tmp_path / "b", "--eval-data", tmp_path / "texts.txt"
     )
