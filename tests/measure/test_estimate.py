@@ -82,12 +82,13 @@ def test_the_stages_that_were_announced_are_those_that_run(
     watch = Watch()
     batches = images(size=4 if recipe.mlp == 0.3 else 50)
     result = corp.prune(vit().double(), batches, recipe, observer=watch)
-    assert {stage.name for stage in watch.made.stages} == set(watch.stages)
+    stages = set(watch.stages) - {"finding what can be pruned"}  # which is over when the estimate is made
+    assert {stage.name for stage in watch.made.stages} == stages
     assert ("trying widths" in watch.stages) == (recipe.has_target or recipe.mlp == 0.3)
     assert f"{3 * len(batches[0])} samples of 17 tokens" in watch.made.what
     run = result.report.run
     assert run is not None
-    assert {stage["stage"] for stage in run["stages"]} == set(watch.stages)
+    assert {stage["stage"] for stage in run["stages"]} == stages
     assert all(stage["seconds"] > 0 < stage["estimated"] for stage in run["stages"])
     assert "estimated: " in result.report.gained()
     assert result.report.to_dict()["run"] == run
