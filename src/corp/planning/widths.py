@@ -12,6 +12,9 @@ from corp.recipe import AUTO, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
 
 NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
+WHOLE = (
+    7 / 8
+)  # heads that would keep more than this share are left whole under round_to="auto": narrower, they are slower
 EXPERTS = 8  # of a number that has two bytes or more
 
 
@@ -20,7 +23,9 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
     if isinstance(site, ValueSite) and recipe.equal_heads:
         return _as_wide_as_queries(site, sites, recipe)
     sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
-    return narrowed(site, sparsity, multiple_of(site, recipe))
+    kept, multiple = narrowed(site, sparsity, multiple_of(site, recipe)), recipe.multiple(site.kind, site.width)
+    whole = recipe.round_to == AUTO and multiple > 1 and not isinstance(site, MLPSite) and kept > WHOLE * site.width
+    return site.width if whole else kept
 
 
 def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
