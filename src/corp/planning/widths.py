@@ -12,9 +12,7 @@ from corp.recipe import AUTO, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
 
 NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
-WHOLE = (
-    7 / 8
-)  # heads that would keep more than this share are left whole under round_to="auto": narrower, they are slower
+WHOLE = 7 / 8  # heads that would keep more are left whole under round_to="auto": narrower, they are slower
 EXPERTS = 8  # of a number that has two bytes or more
 
 
