@@ -1,7 +1,8 @@
 """corp beside what people would compare it with, on the same model, data and protocol (CORP_ASSETS/vision).
 
 The baselines are presets of the same pipeline; Torch-Pruning is the package from PyPI, called as its ViT example
-calls it (MLP and head widths, group magnitude, no fine-tuning), where it is installed.
+calls it (MLP and head widths, group magnitude, no fine-tuning), where it is installed. Sections that are in
+results/peers.json stay and are not made again.
 
     CORP_ASSETS=... python -m benchmarks.peers
 """
@@ -143,39 +144,47 @@ def main() -> None:
     assets = os.environ.get("CORP_ASSETS", "")
     if not assets:
         sys.exit("CORP_ASSETS is not set: this benchmark needs real weights and images")
-    setup = Setup(Path(assets))
-    dense = describe(setup, "dense", setup.model, 0.0)
-    sections: dict[str, list[dict[str, Any]]] = {}
+    path = RESULTS / "peers.json"
+    sections: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    budget = sections.get("50% of the MLP channels", [{"macs": 0.722}])[0]["macs"]
+    setup = Setup(Path(assets), calibrate=f"equal MACs ({budget:.3f} of dense)" not in sections)
+    dense = sections.pop("dense", None) or describe(setup, "dense", setup.model, 0.0)
     for sparsity in (0.3, 0.5):
         title = f"{sparsity:.0%} of the MLP channels"
-        sections[title] = [run(setup, name, Recipe.preset(name, mlp=sparsity)) for name in PEERS]
-        sections[title] += [run(setup, name, Recipe.paper(mlp=sparsity, **options)) for name, options in OURS.items()]
+        if title not in sections:
+            rows = [run(setup, name, Recipe.preset(name, mlp=sparsity)) for name in PEERS]
+            rows += [run(setup, name, Recipe.paper(mlp=sparsity, **options)) for name, options in OURS.items()]
+            write(dense, sections, title, rows)
     budget = sections["50% of the MLP channels"][0]["macs"]
+    if (title := f"equal MACs ({budget:.3f} of dense)") not in sections:
+        write(dense, sections, title, at_equal_macs(setup, sections["50% of the MLP channels"], budget))
+    for target in BUDGETS:
+        if (title := f"tokens and widths, {target:g} of the MACs") not in sections:
+            write(dense, sections, title, tokens_and_widths(setup, Path(assets) / "vision", target))
+    print((RESULTS / "peers.md").read_text())
+
+
+def at_equal_macs(setup: Setup, of_mlps: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
+    """MLPs alone, MLPs and Q/K together, and Torch-Pruning."""
     even = equal_macs(setup, budget)
-    title = f"equal MACs ({budget:.3f} of dense)"
-    mlp_only = [{**row, "method": f"{row['method']} (MLP 50 %)"} for row in sections["50% of the MLP channels"]]
-    both = [
+    rows = [{**row, "method": f"{row['method']} (MLP 50 %)"} for row in of_mlps]
+    rows += [
         run(setup, f"{name} (MLP and Q/K {even.mlp:.0%})", Recipe.paper(mlp=even.mlp, attn=even.attn, **options))
         for name, options in OURS.items()
     ]
-    sections[title] = [*mlp_only, *both]
     other = torch_pruning(setup, budget)
-    if other:
-        sections[title].append(other)
-    for target in BUDGETS:
-        sections[f"tokens and widths, {target:g} of the MACs"] = tokens_and_widths(
-            setup, Path(assets) / "vision", target
-        )
-        write(dense, sections)
-    print(write(dense, sections))
+    return [*rows, other] if other else rows
 
 
-def write(dense: dict[str, Any], sections: dict[str, list[dict[str, Any]]]) -> str:
-    text = "\n\n".join(f"## {title}\n\n{table([dense, *rows])}" for title, rows in sections.items())
+def write(
+    dense: dict[str, Any], sections: dict[str, list[dict[str, Any]]], title: str, rows: list[dict[str, Any]]
+) -> None:
+    """Add a section to those that there are, and write them all."""
+    sections[title] = rows
+    text = "\n\n".join(f"## {name}\n\n{table([dense, *some])}" for name, some in sections.items())
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "peers.json").write_text(json.dumps({"dense": dense, **sections}, indent=1) + "\n")
     (RESULTS / "peers.md").write_text(f"# DeiT-Tiny, 1,000 labelled images, no training after pruning\n\n{text}\n")
-    return text
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ DATA, MACHINE, OUTPUT = "Model and data", "Machine", "Output"
 PANELS = (DATA, REMOVE, HOW, BUDGET, MACHINE, OUTPUT)  # in this order in every --help
 # The options of prune and plan that people use first; they stand above all panels.
 FIRST = (
-    "calib", "out", "sparsity", "target_macs", "min_agreement", "mlp", "attn", "preset", "weights", "samples",
+    "calib", "out", "sparsity", "target_macs", "target_params", "min_agreement", "mlp", "attn", "preset", "weights",
+    "samples",
 )  # fmt: skip
 IMAGES = 4000  # calibration images, unless --samples is given
 

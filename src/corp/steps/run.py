@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from corp.adapters.registry import find_sites
-from corp.calibration.batches import Forward, first_batch, first_samples
+from corp.calibration.batches import Forward, first_batch, first_samples, inputs_of
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
@@ -22,7 +22,7 @@ from corp.surgery.apply import history, set_history
 from corp.surgery.dispatch import require_present
 from corp.surgery.opened import opened
 
-TRIED_OUT = 8  # samples on which sites are tried out
+TRIED_OUT, POSITIONS = 8, 1024  # sites are tried out on so many samples, fewer of long texts, but never on one alone
 
 
 class Dense(NamedTuple):
@@ -40,7 +40,7 @@ class Dense(NamedTuple):
         if apart is not model:
             set_history(apart, history(model))
         some = None if run is None else run.first()
-        some = some if run is None or run.forward is not None else first_samples(some, TRIED_OUT)
+        some = some if run is None or run.forward is not None else to_try(some)
         sites = find_sites(apart) if run is None else find_sites(apart, some, run.forward)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
@@ -83,3 +83,13 @@ class Run(NamedTuple):
         if self.batches is None or isinstance(self.batches, Iterator):
             return None
         return first_batch(self.batches)
+
+
+def to_try(batch: Any) -> Any:
+    """The first samples of a batch: enough to try sites out on."""
+    inputs = inputs_of(batch)
+    first = next(iter(inputs.values()), None) if isinstance(inputs, Mapping) else inputs
+    positions = 1
+    if isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point():  # texts (samples, positions)
+        positions = max(1, first.shape[1])
+    return first_samples(batch, max(2, min(TRIED_OUT, POSITIONS // positions)))

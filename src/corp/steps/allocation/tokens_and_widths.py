@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from corp.calibration.batches import Forward, first_samples, size_of
+from corp.calibration.batches import Forward, size_of
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.errors import DataError, ModelError, PlanError
 from corp.measure.closeness import Closeness, Reference
@@ -33,7 +33,7 @@ from corp.steps.allocation.tokens import (
     scaled,
 )
 from corp.steps.allocation.trials import bisect, climb, sketch_model
-from corp.steps.run import TRIED_OUT
+from corp.steps.run import to_try
 from corp.surgery.refit.merged import find_merging
 
 OFFER_SAMPLES = 64  # held-out samples on which merging is compared with what was done
@@ -200,7 +200,7 @@ def offer_merging(
     held.collect(batches)
     try:
         some = few(held.batches)
-        free = find_merging(model, sites, some[0] if forward else first_samples(some[0], TRIED_OUT), forward)
+        free = find_merging(model, sites, some[0] if forward else to_try(some[0]), forward)
         operations = count_operations(model, some[0], free, forward)
         merging = operations.fit(model, free, rising(len(free.schedule)), target)
         reference = Reference(model, some, forward)

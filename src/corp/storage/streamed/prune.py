@@ -31,7 +31,7 @@ from corp.steps.allocation.allocator import Allocation, Allocator
 from corp.steps.count import sample_of
 from corp.steps.plan import warn_of_notes
 from corp.steps.result import Result
-from corp.steps.run import TRIED_OUT, Dense, Run
+from corp.steps.run import Dense, Run, to_try
 from corp.storage.folder import WEIGHTS, compact_manifest, describe_result, places_of
 from corp.storage.streamed.assembly import pruned_shell, write_streamed
 from corp.storage.streamed.memory import Need, needed
@@ -138,7 +138,7 @@ def _prepared(presence: Presence, run: Run, recipe: Recipe, store: Store) -> Wal
     if run.batches is None or first is None:
         raise DataError("no calibration data: `batches` was empty")
     presence.load_resident()
-    few, some = ((first if forward else first_samples(first, n)) for n in (EXAMINED, TRIED_OUT))
+    few, some = (first, first) if forward else (first_samples(first, EXAMINED), to_try(first))
     with run.observer.stage("looking at the model", None, ""), presence.visiting():
         sites = find_sites(model, some, forward)
         require_prunable(sites, recipe)
