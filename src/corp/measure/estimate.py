@@ -59,6 +59,7 @@ class Load(NamedTuple):
     tried: int = 0  # samples that every trial model is compared on
     curves: bool = False  # whether errors at every width are needed
     alone: int = 0  # samples that every model with one narrower site is compared on
+    tried_alone: frozenset[str] = frozenset()  # the sites of which there is such a model
     refitted: int = 0
 
 
@@ -134,7 +135,8 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
         seconds = sum(curve_seconds(site, machine) for site in linear)
         found.append(Stage("error curves", seconds, solving, "allocate='uniform' goes without"))
     if load.alone:
-        each = [plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in linear]
+        tried = [site for site in linear if site.name in load.tried_alone]
+        each = [plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in tried]
         seconds = sum(each) + len(each) * load.alone * machine.forward
         found.append(Stage("sensitivities", seconds, solving + weights, "allocate='uniform' goes without"))
     if load.trials:

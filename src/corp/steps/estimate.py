@@ -19,7 +19,7 @@ from corp.measure.footprint import resident_bytes
 from corp.recipe import GAIN, Recipe
 from corp.sites import AttentionSite
 from corp.steps.allocation.search import samples_needed, usual_trials
-from corp.steps.allocation.sensitivity import samples_alone
+from corp.steps.allocation.sensitivity import samples_alone, tried_alone
 from corp.steps.run import Dense, Run
 from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.replay import Block
@@ -63,6 +63,7 @@ def _load(
         tried=tried,
         curves=recipe.has_target and recipe.allocate == GAIN,
         alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
+        tried_alone=frozenset(tried_alone(name for name in inputs if not recipe.skips(name))),
         refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
     ), machine
 

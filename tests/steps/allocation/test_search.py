@@ -17,7 +17,7 @@ from corp.calibration.moments import Moments
 from corp.errors import CorpWarning
 from corp.measure.closeness import Closeness, Reference, tensor_of
 from corp.measure.intervals import Interval
-from corp.steps.allocation import search, trials
+from corp.steps.allocation import search, sensitivity, trials
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.allocation.sensitivity import measure_sensitivities
 from corp.surgery.apply import narrowed_copy
@@ -274,6 +274,21 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
         keep = pruned.plan.sites[0].keep
         moved = kl(pruned.model, model, [torch.cat(data)[:32]])
         assert rate * float(made.curves[name].errors[keep]) == pytest.approx(moved, rel=1e-3)
+
+
+def test_of_a_long_chain_some_sites_are_tried_and_the_others_get_what_lies_between() -> None:
+    towers = {tower: [f"{tower}.{i}.mlp" for i in range(40)] for tower in ("text", "image")}
+    names = [*towers["text"], *towers["image"], "pool.mlp"]
+    tried = sensitivity.tried_alone(names)
+    assert len(tried) == 2 * sensitivity.MOST + 1
+    assert {"text.0.mlp", "text.39.mlp", "image.0.mlp", "image.39.mlp", "pool.mlp"} <= set(tried)
+    rates = {name: 0.9**i * (1 if tower == "text" else 100) for tower in towers for i, name in enumerate(towers[tower])}
+    rates["pool.mlp"] = 7.0
+    found = sensitivity.filled(names, {name: rates[name] for name in tried})
+    assert found == pytest.approx(rates)
+    del rates["text.0.mlp"]  # a site without an error to measure: as its neighbour
+    short = sensitivity.filled(names, {name: rates[name] for name in tried if name in rates})
+    assert short["text.1.mlp"] == pytest.approx(rates[tried[1]])
 
 
 def test_few_samples_of_a_reference_compare_the_same_outputs() -> None:

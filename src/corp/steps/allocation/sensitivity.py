@@ -8,22 +8,29 @@ moves away from the dense one, not the difference of two distances.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from corp.recipe import kept_width
-from corp.sites import AttentionSite, MLPSite, Sites
+from corp.sites import MLPSite, Sites
 from corp.steps.allocation.allocator import Allocation
 from corp.steps.allocation.trials import Trials
 
 ANSWERS, SAMPLES = 1024, 32  # of the held-out samples, as many as give this many answers, but no more than these
-MOST_SITES = 256  # more take too long
+MOST = 16  # layers of a chain that are tried; between them sensitivities change little from one to the next
 
 
 def can_measure(sites: Sites) -> bool:
-    """Whether sites are few enough to be tried one by one; experts, which share one width, are not."""
-    routed = any(isinstance(site, MLPSite) and site.experts for site in sites)
-    return not routed and sum(not isinstance(site, AttentionSite) for site in sites) <= MOST_SITES
+    """Whether sites can be tried one by one; experts, which share one width, cannot."""
+    return not any(isinstance(site, MLPSite) and site.experts for site in sites)
+
+
+def tried_alone(names: Iterable[str]) -> list[str]:
+    """The sites that are tried: all of a short chain, and of a longer one some, evenly spaced, with both ends."""
+    return [chain[i] for chain in _chains(names) for i in _spaced(len(chain))]
 
 
 def samples_alone(sites: Sites, tokens: Mapping[str, int]) -> int:
@@ -39,12 +46,38 @@ def measure_sensitivities(trials: Trials, share: float) -> Mapping[str, float]:
     allocator = trials.allocator
     dense = {site.name: site.width for site in allocator.sites}
     found: dict[str, float] = {}
-    with allocator.observer.stage("sensitivities", len(allocator.curves), "sites") as advance:
+    tried = tried_alone(allocator.curves)
+    with allocator.observer.stage("sensitivities", len(tried), "sites") as advance:
         few = replace(trials, reference=trials.reference.few(ANSWERS, SAMPLES), advance=advance)
-        for name, curve in allocator.curves.items():
+        for name in tried:
             keep = min(kept_width(dense[name], share), dense[name] - 1)
-            error = float(curve.errors[keep])
+            error = float(allocator.curves[name].errors[keep])
             if 0 < error < math.inf:
                 alone = Allocation({**dense, name: keep}, {}, allocator.paths)
                 found[name] = few.compare(alone).divergence().value / error
-    return found
+    return filled(allocator.curves, found)
+
+
+def filled(names: Iterable[str], found: Mapping[str, float]) -> dict[str, float]:
+    """The rates of all sites: what was measured, and in long chains geometric means between that."""
+    return {name: rate for chain in _chains(names) for name, rate in _filled(chain, found).items()}
+
+
+def _chains(names: Iterable[str]) -> list[list[str]]:
+    """Sites whose names differ in numbers only, in order: one kind of site in all layers of a tower."""
+    chains: dict[str, list[str]] = {}
+    for name in names:
+        chains.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return list(chains.values())
+
+
+def _spaced(n: int) -> list[int]:
+    return list(range(n)) if n <= MOST else [round(i * (n - 1) / (MOST - 1)) for i in range(MOST)]
+
+
+def _filled(chain: list[str], found: Mapping[str, float]) -> dict[str, float]:
+    known = [i for i in _spaced(len(chain)) if found.get(chain[i], 0.0) > 0]
+    if len(chain) <= MOST or not known:
+        return {name: found[name] for name in chain if name in found}
+    logs = np.interp(range(len(chain)), known, [math.log(found[chain[i]]) for i in known])
+    return {name: found.get(name, math.exp(log)) for name, log in zip(chain, logs, strict=True)}
