@@ -1,12 +1,13 @@
 """Whole runs in multiples of one plain forward pass over the same data: time by stage, memory, growth.
 
-    python -m benchmarks.scale              DeiT-T/S/B/L and SmolLM2 shapes, random weights: about 20 minutes
-    python -m benchmarks.scale --large      with a Llama of 1 B parameters as well (an hour, 16 GB)
+    python -m benchmarks.scale              DeiT-T/S/B/L and SmolLM2 shapes, random weights: about an hour and a half
+    python -m benchmarks.scale --large      also SmolLM2's shape on 128 texts and a Llama of 1 B (hours, 16 GB)
     python -m benchmarks.scale --quick      two small shapes: does it run?
 
 Each run has a process of its own, one thread, and counts that process's CPU time, so that a busy machine matters less.
-Memory is the most that the process held, less what it held before. Writes results/scale.json, results/scale.md, and
-what follows from them for larger models on other machines: results/scale_projection.md.
+Memory is the most that the process held, less what it held before. Rows that are in results/scale.json stay and are not
+made again. Writes that file, results/scale.md, and what follows from them for larger models on other machines:
+results/scale_projection.md.
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ from corp.io.observer import Observer
 from corp.io.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
-RECIPES = {"paper": Recipe.paper(mlp=0.5, attn=0.5), "default": Recipe(target_macs=0.6)}
+RECIPES = {
+    "paper": Recipe.paper(mlp=0.5, attn=0.5),
+    "default": Recipe(target_macs=0.6),
+    "tokens": Recipe(target_macs=0.6, tokens="auto"),
+}
+WIDTHS_ONLY = ("paper", "default")
 STAGES = {
+    "finding": "find",
     "calibrating": "calibrate",
     "error curves": "search",
+    "sensitivities": "search",
     "trying": "search",
     "planning": "plan",
     "checking": "verify",
@@ -56,13 +64,17 @@ class Case(NamedTuple):
 
 
 WHOLE = [
-    *(Case("deit_tiny", 12, 500, recipe) for recipe in RECIPES),
-    *(Case("deit_small", 12, 1000, recipe) for recipe in RECIPES),
+    *(Case("deit_tiny", 12, 1000, recipe) for recipe in RECIPES),
+    *(Case("deit_small", 12, 1000, recipe) for recipe in WIDTHS_ONLY),
     Case("deit_base", 12, 500, "paper"),
     Case("deit3_large", 24, 48, "paper"),
-    *(Case("smollm2", 30, 32, recipe) for recipe in RECIPES),
+    *(Case("smollm2", 30, 32, recipe) for recipe in WIDTHS_ONLY),
 ]
-LARGE = [Case("llama_1b", 21, 8, "paper"), Case("llama_1b", 21, 8, "default")]
+LARGE = [
+    *(Case("smollm2", 30, 128, recipe) for recipe in WIDTHS_ONLY),
+    Case("llama_1b", 21, 8, "paper"),
+    Case("llama_1b", 21, 8, "default"),
+]
 GROWTH = {  # what grows, and the runs that differ in nothing else
     "width": [Case(shape, 2, 128, "default") for shape in ("deit_tiny", "deit_small", "deit_base")],
     "depth": [Case("deit_small", depth, 128, "default") for depth in (2, 4, 8)],
@@ -165,7 +177,7 @@ def growth(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
         "samples": [float(case.samples) for case in GROWTH["samples"]],
     }
     rows = []
-    for stage in ("forward", "calibrate", "search", "plan", "verify", "refit", "other"):
+    for stage in ("forward", "find", "calibrate", "search", "plan", "verify", "refit", "other"):
         values = {
             what: [run["forward"] if stage == "forward" else run["stages"].get(stage, 0.0) for run in some]
             for what, some in runs.items()
@@ -176,7 +188,7 @@ def growth(runs: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
 
 def page(found: dict[str, Any]) -> str:
     """The tables of results/scale.md."""
-    stages = ("calibrate", "search", "plan", "verify", "refit", "other")
+    stages = ("find", "calibrate", "search", "plan", "verify", "refit", "other")
     rows = []
     for run in found["whole"]:
         in_passes = [run["stages"].get(stage, 0.0) / run["forward"] for stage in stages]
@@ -186,7 +198,7 @@ def page(found: dict[str, Any]) -> str:
         rows.append((name, run["recipe"], f"{run['forward']:.0f}", *cells, f"{memory:.1f}"))
     head = ("model", "recipe", "forward pass, s", *stages, "whole", "memory taken, dense models")
     text = f"CPU time in plain forward passes over the same data, one thread.\n\n{markdown_table(head, rows)}\n"
-    if found["growth"]:
+    if all(len(found["growth"].get(what, [])) == len(cases) for what, cases in GROWTH.items()):
         table = markdown_table(("stage", "width", "depth", "samples"), growth(found["growth"]))
         text += f"\nTime grows with this power of the width, the depth and the samples:\n\n{table}\n"
     return text
@@ -201,15 +213,28 @@ def main() -> None:
     if args.case:
         print(json.dumps(measured(Case(*json.loads(args.case)))))
         return
-    whole = [in_a_process(case) for case in (QUICK if args.quick else [*WHOLE, *(LARGE if args.large else [])])]
-    runs = {} if args.quick else {what: [in_a_process(case) for case in cases] for what, cases in GROWTH.items()}
-    found = {"whole": whole, "growth": runs}
+    if args.quick:
+        print(page({"whole": [in_a_process(case) for case in QUICK], "growth": {}}))
+        return
+    path = RESULTS / "scale.json"
+    found = json.loads(path.read_text()) if path.is_file() else {"whole": [], "growth": {}}
+    for case in [*WHOLE, *(LARGE if args.large else [])]:
+        keep(found, found["whole"], case, path)
+    for what, cases in GROWTH.items():
+        for case in cases:
+            keep(found, found["growth"].setdefault(what, []), case, path)
     print(page(found))
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "scale.md").write_text(page(found))
-        scale_projection.main()
+    scale_projection.main()
+
+
+def keep(found: dict[str, Any], rows: list[dict[str, Any]], case: Case, path: Path) -> None:
+    """Run a case that is not among the rows, and write them all."""
+    if any(Case(*(row[name] for name in Case._fields)) == case for row in rows):
+        return
+    rows.append(in_a_process(case))
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(found))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 TOKENS = 65_536  # 128 texts of 512
 HELD, TRIALS = 1 / 8, 14  # share of the data that trials run on, and how many there are
 KEPT = 0.6  # of the operations
-PER_CHANNEL, LEAST = 16, 30_000  # tokens that the sums of an MLP take (calibration/settings.py)
+PER_CHANNEL, LEAST = 40, 30_000  # tokens that the sums of an MLP take (calibration/settings.py)
 DOUBLE = 0.5  # of its float64 products' speed is what a factorisation reaches
 
 
