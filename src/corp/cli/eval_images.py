@@ -10,9 +10,10 @@ from torch import nn
 
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
+from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
 from corp.cli.inputs import tell_skipped
 from corp.cli.models import classes_of, preprocessing_of
-from corp.cli.rows import Evaluated, Row, known_of
+from corp.cli.sources import IMAGE_BATCH
 from corp.errors import DataError, ModelError
 from corp.evaluate.classify import Score
 from corp.evaluate.features import FINAL, Features
@@ -23,37 +24,31 @@ NUMBERS = ("top1", "top5", "top1_difference", "agreement", "kl")
 COLUMNS = ("model", "params", "top-1 %", "top-5 %", "top-1 − dense", "agreement %", "KL from dense")
 
 
-def evaluate_images(
-    loaded: dict[str, nn.Module],
-    data: list[Path],
-    labels: str | None,
-    samples: int | None,
-    batch_size: int | None,
-    seed: int,
-    max_bad: float,
-) -> Evaluated:
+def evaluate_images(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     """Measure the models on the images; the first is the one that the others are compared with."""
     from corp.data.images import ImageBatches, choose, list_images
     from corp.data.labels import LabelledBatches
 
-    paths = choose(list_images(data), samples, seed)
+    paths = choose(list_images(asked.data), asked.samples, asked.seed)
     contenders = _contenders(loaded)
     first, alone = next(iter(loaded)), len(loaded) == 1
     dense = loaded[first]
-    found = find_labels(labels, data, first, dense)
+    found = find_labels(asked.labels, asked.data, first, dense)
     if found is None and alone:
         raise DataError(
             f"nothing to measure: there are no labels, and {first} is the only model; give --labels, or another model"
         )
-    images = ImageBatches(paths, _preprocessing(loaded), batch_size=batch_size or 32, max_bad=max_bad)
+    images = ImageBatches(
+        paths, _preprocessing(loaded), batch_size=asked.batch_size or IMAGE_BATCH, max_bad=asked.max_bad
+    )
     batches = images if found is None else LabelledBatches(images, found)
     with progress(f"evaluating on {placement(dense)[0]}", images.samples, "images") as advance:
         side_by_side(None if alone else dense, contenders, batches, advance)
     tell_skipped(images)
     rows = [_row(name, contender) for name, contender in zip(loaded, contenders, strict=True)]
     content = {
-        "data": {"folders": [str(folder) for folder in data], "images": images.samples - len(images.bad)},
-        "seed": seed,
+        "data": {"folders": [str(folder) for folder in asked.data], "images": images.samples - len(images.bad)},
+        "seed": asked.seed,
         "labelled": found is not None,
         "dense": None if alone else first,
         "models": [row.to_dict() for row in rows],

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from corp.calibration.batches import Forward
-    from corp.cli.rows import Evaluated
     from corp.planning.report import Report
     from corp.sites import Sites
     from corp.steps.result import Result
@@ -153,8 +152,14 @@ def prune(
     content: dict[str, Any] = {}
     show = None
     if eval_data:
-        loaded = {source.model: dense, str(out): result.model}
-        content, show = before_and_after(loaded, eval_data, eval_samples, source, head, image_size)
+        from corp.cli.eval import measured
+        from corp.cli.evaluation import Evaluation
+
+        wanted = Evaluation(
+            eval_data, samples=eval_samples, seed=source.seed, head=head, image_size=image_size,
+            text=source.text, max_bad=source.max_bad, batch_size=source.batch_size,
+        )  # fmt: skip
+        content, show = measured({source.model: dense, str(out): result.model}, wanted)
     if json:
         evaluation = {"evaluation": content} if content else {}
         show_json({"output": str(out), **result.report.to_dict(), **content_of(shift), **evaluation})
@@ -186,28 +191,6 @@ def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, over
         storage.save(result, out, overwrite=overwrite, command=line, companions=places)
     if lacking := lacking_companions(dense, out):
         note(lacking)
-
-
-def before_and_after(
-    loaded: dict[str, nn.Module],
-    data: list[Path],
-    samples: int | None,
-    source: a.Source,
-    head: Path | None = None,
-    image_size: str | None = None,
-) -> Evaluated:
-    """What corp eval says of the two models, and how to show it."""
-    from corp.cli import eval_dense, eval_images, eval_text
-    from corp.cli.models import IMAGE, kind_of
-
-    if head is not None:
-        options = eval_dense.Options(None, head, data, image_size=image_size, samples=samples, seed=source.seed)
-        return eval_dense.evaluate_dense(loaded, options)
-    if kind_of(next(iter(loaded.values()))) == IMAGE:
-        size, seed = source.batch_size, source.seed
-        return eval_images.evaluate_images(loaded, data, None, samples, size, seed, source.max_bad)
-    texts = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    return eval_text.evaluate_texts(loaded, texts)
 
 
 def show_report(report: Report) -> None:

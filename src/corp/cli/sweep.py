@@ -21,6 +21,7 @@ from corp.cli import arguments as a
 from corp.cli import early, eval_text
 from corp.cli.console import command, note, progress, show_json, show_table
 from corp.cli.eval_images import find_labels
+from corp.cli.evaluation import Evaluation
 from corp.cli.expand import expanded
 from corp.cli.inputs import tell_skipped
 from corp.cli.models import IMAGE, chosen_device, kind_of, load_model, place, tokenizer_of
@@ -187,8 +188,8 @@ def _evaluation(dense: nn.Module, source: a.Source, data: list[Path], labels: st
     refuse_other(kind, dense)
     if labels is not None:
         raise DataError("--labels are for images; texts have none")
-    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    batches = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, options)
+    asked = Evaluation(data, samples=samples, seed=source.seed, text=source.text, batch_size=source.batch_size)
+    batches = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, asked)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
         others = [model for model in models if model is not dense]
