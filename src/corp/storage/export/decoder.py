@@ -57,6 +57,10 @@ class Decoder:
         return all(abs(factor - 1) < 1e-6 for factor in self.factors)
 
     @property
+    def params(self) -> int:
+        return sum(map(Tensor.numel, self.state.values()))
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the way it is written."""
         made = []
