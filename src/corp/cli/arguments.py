@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from corp.errors import RecipeError
 from corp.recipe import BUDGET as BUDGET
 from corp.recipe import HOW as HOW
 from corp.recipe import REMOVE as REMOVE
@@ -29,6 +31,13 @@ IMAGES = 4000  # calibration images, unless --samples is given
 
 def option(text: str, panel: str, *spelled: str, **extra: Any) -> Any:
     return typer.Option(*spelled, help=text, rich_help_panel=panel, **extra)
+
+
+def parse_number(text: str, kind: Callable[[str], Any], option: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RecipeError(f"{option}: {text!r} is not a number") from None
 
 
 Model = Annotated[str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.")]
@@ -155,7 +164,6 @@ class Collection:
         """The settings of the data pass; `more` are other fields of `corp.Settings`."""
         from corp.calibration.memory import parse_bytes
         from corp.calibration.settings import Settings
-        from corp.cli.recipes import parse_number
 
         tokens: Any = self.sample_tokens
         tokens = tokens if tokens in ("auto", "all") else parse_number(tokens, int, "--sample-tokens")

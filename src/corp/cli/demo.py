@@ -93,7 +93,7 @@ def _picture(study: Study, folder: Path) -> bool:
     """Draw the curves, if matplotlib is there for the PNG."""
     title = "A small ViT on handwritten digits, pruned without training"
     try:
-        pictures.save(svg.picture(title, study.charts[0].figure().drawing), folder / "demo")
+        pictures.save(svg.picture(title, study.charts[0].drawing), folder / "demo")
     except ModuleNotFoundError:
         return False
     return True

@@ -30,11 +30,13 @@ def calibration_batches(model: nn.Module, source: Source) -> ImageBatches | Text
     """The data of --calib, drawn by the seed, as batches that the model takes."""
     kind = models.kind_of(model)
     if kind == models.IMAGE:
-        samples, size = source.samples or source.images, source.batch_size or IMAGE_BATCH
+        from corp.data.images import ImageBatches, choose, list_images
+
         refuse_labels(source.calib)
-        images = image_batches(model, source.calib, samples, source.seed, size, source.max_bad, name=source.model)
-        warn_of_odd_images(images.paths)
-        return images
+        chosen = choose(list_images(source.calib), source.samples or source.images, source.seed)
+        transform, size = models.preprocessing_of(source.model, model), source.batch_size or IMAGE_BATCH
+        warn_of_odd_images(chosen)
+        return ImageBatches(chosen, transform, batch_size=size, max_bad=source.max_bad)
     refuse_other(kind, model)
     return text_batches(model, source, pack=kind == models.CAUSAL if source.text.pack is None else source.text.pack)
 
@@ -45,23 +47,6 @@ def refuse_other(kind: str, model: nn.Module) -> None:
             f"{type(model).__name__} takes neither images alone nor texts alone, so a folder cannot feed it; "
             "calibrate it from Python, with batches of your own: corp.calibrate(model, batches)"
         )
-
-
-def image_batches(
-    model: nn.Module,
-    folders: list[Path],
-    samples: int,
-    seed: int,
-    batch_size: int,
-    max_bad: float = 0.05,
-    *,
-    name: str = "",
-) -> ImageBatches:
-    """The images of the folders, drawn by seed, preprocessed as the model wants them."""
-    from corp.data.images import ImageBatches, choose, list_images
-
-    chosen = choose(list_images(folders), samples, seed)
-    return ImageBatches(chosen, models.preprocessing_of(name, model), batch_size=batch_size, max_bad=max_bad)
 
 
 def refuse_labels(folders: list[Path]) -> None:

@@ -58,7 +58,7 @@ def prune_streamed(
 
 def _opened(source: Source) -> Presence:
     from corp.cli.models import DTYPES, HF, chosen_device
-    from corp.storage.streamed.opening import open_folder
+    from corp.storage.streamed.presence import open_folder
 
     if source.weights is not None:
         raise ModelError("--stream reads the weights beside the config in the model's folder: leave --weights out")

@@ -51,19 +51,14 @@ class Grid:
             raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
         axes = (self.kinds, self.presets, self.ranks, self.compensations, self.ridges, self.sparsities)
         return [
-            Recipe.preset(preset, **shares(kind, s), **_given(rank=rank, compensate=compensate), ridge=ridge)
+            Recipe.preset(
+                preset,
+                **dict.fromkeys(TOGETHER[kind], s),
+                **{name: value for name, value in (("rank", rank), ("compensate", compensate)) if value},
+                ridge=ridge,
+            )
             for kind, preset, rank, compensate, ridge, s in product(*axes)
         ]
-
-
-def _given(**settings: str) -> dict[str, str]:
-    """Settings that are not left to the preset."""
-    return {name: value for name, value in settings.items() if value}
-
-
-def shares(kind: str, sparsity: float) -> dict[str, Any]:
-    """The recipe's fields that prune what is called `kind`."""
-    return dict.fromkeys(TOGETHER[kind], sparsity)
 
 
 @dataclass
