@@ -13,8 +13,8 @@ from corp.cli import early, eval_dense, eval_images, eval_text
 from corp.cli.console import command, show_json
 from corp.cli.evaluation import Evaluated, Evaluation
 from corp.cli.expand import expanded
+from corp.cli.inputs import refuse_other
 from corp.cli.models import IMAGE, kind_of, load_model, place
-from corp.cli.sources import refuse_other
 from corp.errors import DataError, ModelError
 
 

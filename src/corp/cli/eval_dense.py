@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,15 +13,13 @@ from corp.cli.arguments import Source
 from corp.cli.console import note, progress, show_table
 from corp.cli.evaluation import AWAY, CLOSE, PERCENT, Evaluated, Evaluation, Row, base_name
 from corp.cli.models import preprocessing_of
+from corp.data.dense import DensePairs, WholeImage, find_pairs, match_maps
+from corp.data.images import ImageBatches, choose, list_images
 from corp.errors import DataError, ModelError
 from corp.evaluate.dense import MapScore
 from corp.evaluate.heads import IGNORE, HeadInfo, OwnMaps, WithHead, load_head, task_of
 from corp.evaluate.run import Contender, side_by_side
 from corp.measure.cost import count_params
-
-if TYPE_CHECKING:
-    from corp.data.dense import DensePairs, WholeImage
-    from corp.data.images import ImageBatches
 
 TITLES = {"miou": "mIoU", "pixel_accuracy": "pixel acc.", "rmse": "RMSE", "abs_rel": "abs. rel."}
 BATCH = 8  # images of dense tasks are large
@@ -96,9 +94,6 @@ def ignored_by(model: nn.Module) -> int:
 
 def _batches(asked: Evaluation, transform: WholeImage, *, compared: bool) -> DensePairs | ImageBatches:
     """Images with their maps; images alone where there are no maps and another model to compare with."""
-    from corp.data.dense import DensePairs, find_pairs, match_maps
-    from corp.data.images import ImageBatches, choose
-
     size = asked.batch_size or BATCH
     found = {path: place for folder in asked.data for path, place in match_maps(folder)}
     chosen = choose(list(found), asked.samples, asked.seed)
@@ -116,8 +111,6 @@ def _batches(asked: Evaluation, transform: WholeImage, *, compared: bool) -> Den
 
 def whole_image(name: str, model: nn.Module, given: str | None, known: tuple[int, int] | None) -> WholeImage:
     """The preprocessing of dense tasks: --image-size, else the head's, else the model's own size; no crop."""
-    from corp.data.dense import WholeImage
-
     config = getattr(model, "pretrained_cfg", None)  # of timm
     if config:
         return WholeImage(parse_size(given) or known or tuple(config["input_size"][1:]), config["mean"], config["std"])
@@ -160,8 +153,6 @@ def used_with(
     source: Source, model: nn.Module, head: Path | None, image_size: str | None
 ) -> tuple[ImageBatches, Forward | None]:
     """Calibration images at the size that a backbone is used at, and how it runs under the head that reads it."""
-    from corp.data.images import ImageBatches, choose, list_images
-
     found, info = load_head(head) if head else (None, None)
     transform = whole_image(source.model, model, image_size, info.image_size if info else None)
     require_patches(model, transform.size)

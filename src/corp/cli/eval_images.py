@@ -11,9 +11,8 @@ from torch import nn
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
 from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
-from corp.cli.inputs import tell_skipped
+from corp.cli.inputs import IMAGE_BATCH, tell_skipped
 from corp.cli.models import classes_of, preprocessing_of
-from corp.cli.sources import IMAGE_BATCH
 from corp.data.images import ImageBatches, choose, list_images
 from corp.data.labels import LabelledBatches, find_labels, read_labels
 from corp.errors import DataError, ModelError

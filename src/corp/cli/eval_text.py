@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +13,14 @@ from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
 from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
-from corp.cli.sources import sequence_length, sequences_per_batch
+from corp.cli.inputs import sequence_length, sequences_per_batch
+from corp.data import sts, text
 from corp.errors import DataError
 from corp.evaluate.language import NextTokens
 from corp.evaluate.run import judged
 from corp.evaluate.sentences import Embeddings, sts_spearman
 from corp.evaluate.tasks import require, run_tasks
 from corp.measure.cost import count_params
-
-if TYPE_CHECKING:
-    from corp.data.text import TextBatches
 
 COLUMNS = {
     m.CAUSAL: ("model", "params", "perplexity", "/ dense", "agreement %", "KL from dense"),
@@ -85,9 +83,7 @@ def _check(kind: str, asked: Evaluation, *, alone: bool) -> None:
         )
 
 
-def text_batches(model: nn.Module, tokenizer: Any, kind: str, asked: Evaluation) -> TextBatches:
-    from corp.data import text
-
+def text_batches(model: nn.Module, tokenizer: Any, kind: str, asked: Evaluation) -> text.TextBatches:
     length = sequence_length(model, tokenizer, asked.text.seq_len)
     size = asked.batch_size or (sequences_per_batch(tokenizer, length) if kind == m.CAUSAL else None)
     chosen: dict[str, Any] = {"length": length, "field": asked.text.field, "batch_size": size}
@@ -105,7 +101,7 @@ def text_batches(model: nn.Module, tokenizer: Any, kind: str, asked: Evaluation)
     return batches
 
 
-def judge(kind: str, models: Sequence[nn.Module], batches: TextBatches, *, keep: bool = False) -> list[Any]:
+def judge(kind: str, models: Sequence[nn.Module], batches: text.TextBatches, *, keep: bool = False) -> list[Any]:
     """A metric of every model, compared with the first, in one pass; of encoders, `keep` keeps the embeddings."""
     metric: Any = NextTokens if kind == m.CAUSAL else partial(Embeddings, keep)
     # Models with a head of their own give hidden states only when asked.
@@ -118,8 +114,6 @@ def judge(kind: str, models: Sequence[nn.Module], batches: TextBatches, *, keep:
 
 def _measure_sts(models: Sequence[nn.Module], rows: Sequence[Row], tokenizer: Any, asked: Evaluation) -> int:
     """Measure the rank correlation with human scores; return the number of pairs."""
-    from corp.data import sts, text
-
     assert asked.sts is not None
     pairs = sts.read_pairs(asked.sts)
     length = sequence_length(models[0], tokenizer, asked.text.seq_len)

@@ -116,7 +116,8 @@ def prune(
     dense = inputs.opened(source, any_size=in_use)
     exports = None if program is None else Exports(dense)
     recipe = recipe if exports is None or program is None else exports.recipe_for(program, recipe)
-    batches, forward = None, None
+    batches: Any = None
+    forward: Forward | None = None
     if in_use:
         from corp.cli.eval_dense import used_with
 

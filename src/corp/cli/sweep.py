@@ -19,12 +19,11 @@ from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import arguments as a
 from corp.cli import early, eval_images, eval_text
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import Console, command, note, progress, show_json, show_table
 from corp.cli.evaluation import Evaluation
 from corp.cli.expand import expanded
-from corp.cli.inputs import tell_skipped
+from corp.cli.inputs import batches_of, origin_of, refuse_other, tell_skipped
 from corp.cli.models import IMAGE, chosen_device, kind_of, load_model, place, tokenizer_of
-from corp.cli.sources import calibration_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
@@ -110,7 +109,7 @@ def sweep(
     )  # fmt: skip
     judge = _judge(dense, source, asked) if data else None
     found = Statistics.load(stats) if stats else None
-    batches = None if found else calibration_batches(dense, source)
+    batches = None if found else batches_of(dense, source)
     sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [batches.samples if batches else 0]
     if batches:
         sweeping.check_sizes(sizes, batches.samples)
@@ -170,11 +169,12 @@ def _run(
     if stats is not None:
         every = [(stats, None)]
     elif run.folder is not None:
-        data, how = [str(path) for path in source.calib], batches.describe()
-        origin = {"model": source.model, "data": data, "seed": source.seed, "preprocessing": how}
-        options: dict[str, Any] = {"seed": source.seed, "origin": origin, "settings": settings}
-        with progress("calibrating", sizes[-1], "samples") as advance, without_cache(run.dense):
-            parts = sweeping.statistics_of_sizes(run.dense, batches, sizes, run.folder, **options, progress=advance)
+        origin = origin_of(source, run.dense, batches)
+        with without_cache(run.dense):
+            parts = sweeping.statistics_of_sizes(
+                run.dense, batches, sizes, run.folder, seed=source.seed, origin=origin, settings=settings,
+                observer=Console(),
+            )  # fmt: skip
             every = list(parts)
     for part, _ in every:
         with progress(f"sweeping ({part.samples} samples)", len(run.recipes), "recipes") as advance:

@@ -23,7 +23,7 @@ from corp.calibration.settings import Settings, enough_tokens
 from corp.calibration.statistics import Statistics, merge
 from corp.errors import DataError, RecipeError
 from corp.io.files import lock_folder, read_json, refuse_existing, write_text, writing
-from corp.io.observer import Advance, Observer, timing
+from corp.io.observer import SILENT, Advance, Observer, timing
 from corp.recipe import KINDS, TOGETHER, Recipe, preset_of
 from corp.sites import AttentionSite
 
@@ -137,7 +137,7 @@ def statistics_of_sizes(
     seed: int,
     origin: dict[str, Any],
     settings: Settings,
-    progress: Advance | None = None,
+    observer: Observer = SILENT,
 ) -> Iterator[tuple[Statistics, float | None]]:
     """Statistics of the first sizes[0], sizes[1] … samples of a random order, and the seconds each took to get to.
 
@@ -158,7 +158,7 @@ def statistics_of_sizes(
             if not here.is_dir():
                 now = {**origin, "data fingerprint": part.fingerprint(), "samples": part.samples}
                 told = Settings(tokens, settings.memory)
-                api.calibrate(model, part, out=here, settings=told, origin=now, observer=_Told(progress))
+                api.calibrate(model, part, out=here, settings=told, origin=now, observer=observer)
                 if unreadable := getattr(part, "bad", []):
                     data.bad += unreadable
                 if fresh:
@@ -168,22 +168,9 @@ def statistics_of_sizes(
                 here.rename(whole)
             else:
                 merge([before, here], whole)
-        elif progress:
-            progress(part.samples)
         before = whole
         known: list[Any] = [seconds.get(str(s)) for s in sizes[: list(sizes).index(size) + 1]]
         yield Statistics.load(whole), None if None in known else sum(known)
-
-
-class _Told(Observer):
-    """An observer that passes on how many samples were seen."""
-
-    def __init__(self, progress: Advance | None) -> None:
-        self.progress = progress
-
-    @contextmanager
-    def stage(self, _name: str, _total: int | None, _unit: str) -> Iterator[Advance]:
-        yield self.progress or (lambda _done: None)
 
 
 def check_sizes(sizes: Sequence[int], samples: int) -> None:
