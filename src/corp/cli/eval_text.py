@@ -33,8 +33,8 @@ def evaluate_texts(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated
     """Measure the models on the texts; the first is the one that the others are compared with."""
     first, models = next(iter(loaded)), list(loaded.values())
     kind = m.kind_of(models[0])
-    _check(kind, asked, alone=len(loaded) == 1)
     tasks = [task.strip() for task in (asked.tasks or "").split(",") if task.strip()]
+    _check(kind, asked, tasks, alone=len(loaded) == 1)
     if tasks:
         require()
     tokenizer = m.tokenizer_of(first, asked.text.tokenizer)
@@ -66,16 +66,16 @@ def evaluate_texts(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated
     return content, partial(show_texts, content, rows)
 
 
-def _check(kind: str, asked: Evaluation, *, alone: bool) -> None:
+def _check(kind: str, asked: Evaluation, tasks: list[str], *, alone: bool) -> None:
     if kind == m.CAUSAL and asked.sts is not None:
         raise DataError("--sts is for sentence encoders; give a causal language model --data or --tasks")
-    if kind == m.ENCODER and asked.tasks:
+    if kind == m.ENCODER and tasks:
         raise DataError("--tasks is for causal language models; give an encoder --data or --sts")
     if kind == m.ENCODER and (asked.stride is not None or asked.per_document):
         raise DataError("--stride and --per-document are for perplexity, which an encoder does not have")
     if asked.stride is not None and asked.per_document:
         raise DataError("--stride moves windows over the whole text, so it cannot be combined with --per-document")
-    if not (asked.data or asked.sts or asked.tasks):
+    if not (asked.data or asked.sts or tasks):
         raise DataError("nothing to measure on: give --data TEXTS" + (" or --sts FILE" if kind == m.ENCODER else ""))
     if kind == m.ENCODER and alone and asked.sts is None:
         raise DataError(

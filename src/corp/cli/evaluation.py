@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass
 class Row:
-    """A model, under the name it was given; `extra` is what is no number with an interval."""
+    """A model, under the name it was given; `extra` holds what is not a number with an interval."""
 
     name: str
     params: int
@@ -93,5 +93,5 @@ def _cell(name: str, found: Interval | None) -> str:
 
 
 def known_of(intervals: Mapping[str, Interval | None], names: tuple[str, ...], known: tuple[str, ...]) -> Any:
-    """The intervals under `names`; None for what is not `known`: that a model is like itself is no news."""
+    """The intervals under `names`; None for what is not `known`, such as a model's closeness to itself."""
     return {name: intervals.get(name) if name in known else None for name in names}

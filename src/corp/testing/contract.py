@@ -1,4 +1,4 @@
-"""The steps of the contract, one after the other on one model, and the table of what became of them."""
+"""The steps of the contract, one after the other on one model, and the table of their outcomes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDE = 96  # characters of a detail in one line of the table
 class Row:
     """One line of the contract: what was tried, whether it held, and the numbers or the reason.
 
-    A step that needs what an earlier one did not give is not `ran`, and has not passed.
+    `ran` is False for a step that lacks the result of an earlier one; such a step has not passed.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Contract(Tabular):
-    """What became of the contract on one model: iterate over it for its rows; `passed` if every one of them did."""
+    """The outcome of the contract on one model: iterate over it for its rows; `passed` if every one of them did."""
 
     rows: tuple[Row, ...]
 
@@ -152,7 +152,7 @@ def _tried(name: str, step: Callable[[], str]) -> Row:
 
 
 class _NotRunError(CorpError):
-    """A step that an earlier one left nothing for."""
+    """A step that lacks the result of an earlier one."""
 
 
 class _BrokenError(CorpError):
@@ -260,7 +260,7 @@ class _Contract:
         return f"bit-identical, loaded {how}"
 
     def exports(self) -> str:
-        """Every target is possible, or has a reason; which they are is told, none is wanted."""
+        """Every target is possible or has a reason; which ones are possible is reported, and none is required."""
         reasons = Exports(self.model, self.prunable()).of(self.made().plan)
         possible = [target for target, reason in reasons.items() if reason is None]
         return ", ".join(possible) or f"none: {next(iter(reasons.values()), 'its library is not known')}"

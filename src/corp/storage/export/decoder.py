@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from corp.errors import StorageError
 from corp.measure.cost import count_params
 from corp.sites import Projection, projection_of
+from corp.storage.export.profiles import refuse_beyond
 from corp.storage.export.rotary import (
     Heads,
     attentions,
@@ -93,6 +94,7 @@ def decoder_of(model: Any) -> Decoder:
     """The pruned `model` as a plain Llama, on the CPU."""
     if problem := why_not(model):
         raise StorageError(f"{problem}; use profile='compat'")
+    refuse_beyond(model, "a plain Llama")
     heads, config = common_heads(model), model.config.to_dict()
     rope = static_rope(config)
     assert heads is not None

@@ -22,7 +22,7 @@ GGUF = "gguf"
 FILE = "model.gguf"
 QUANTS = ("f32", "f16", "bf16", "q8_0")
 DEFAULTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f32"}
-BLOCK = 32  # q8_0 quantises so many weights of a row together; rows of other lengths stay f16
+BLOCK = 32  # q8_0 quantises this many weights of a row together; rows of other lengths stay f16
 # Of the largest log-probability. Eight bits are coarse; a wrong permutation is off by more than 1.
 TOLERANCE = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1}
 NAMES = {

@@ -151,8 +151,8 @@ class Exports:
             COMPAT: other or _reason(lambda: refuse_biases(biases, library, COMPAT)),
             ONNX: _missing("onnx", ONNX) or _missing("onnxscript", ONNX),
             PT2: None,
-            VLLM: other or no_llama,
-            GGUF: other or no_llama or _missing("gguf", GGUF),
+            VLLM: no_llama or other,
+            GGUF: no_llama or other or _missing("gguf", GGUF),
         }
 
     def _new_biases(self, intercepts: set[str]) -> set[str]:

@@ -176,7 +176,7 @@ def _build(make: Make, identity: dict[str, Any], device: str = "meta") -> nn.Mod
 
 
 def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
-    """Parameters that the dense architecture has not: biases that compensation made."""
+    """Parameters that the dense architecture does not have: biases that compensation made."""
     known = set(dense.state_dict())
     return [name for name, _ in model.named_parameters() if name not in known]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,16 +38,7 @@ class Exported:
     notes: tuple[str, ...] = ()  # what is not as one would expect: padding, what was not run
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "profile": self.profile,
-            "library": self.library,
-            "load": self.load,
-            "params": {"pruned": self.params[0], "written": self.params[1]},
-            "difference": self.difference,
-            "companions": list(self.companions),
-            "notes": list(self.notes),
-        }
+        return {**asdict(self), "params": {"pruned": self.params[0], "written": self.params[1]}}
 
 
 def write_record(folder: Path, name: str, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:

@@ -14,7 +14,7 @@ from corp.measure.cost import count_params
 from corp.storage.export.decoder import decoder_of
 from corp.storage.export.formats import ONNX, PT2, inputs_for, load_lines, require_packages, write_format
 from corp.storage.export.gguf_file import GGUF, export_gguf, require_gguf
-from corp.storage.export.profiles import LIBRARY_TARGETS, PROFILES, STANDARD, library_for, refuse_beyond, write_profile
+from corp.storage.export.profiles import LIBRARY_TARGETS, PROFILES, STANDARD, library_for, write_profile
 from corp.storage.export.record import Exported, Written, write_record
 from corp.storage.export.vllm_folder import VLLM, export_vllm
 from corp.surgery.apply import history
@@ -72,7 +72,6 @@ def write(
     elif target in SERVED:
         if library is None or library.name != "transformers":
             raise StorageError(f"{target} takes language models of transformers, and this is none")
-        refuse_beyond(model, target)
         decoder = decoder_of(model)
         if target == VLLM:
             written = export_vllm(model, decoder, library, folder, sources)
