@@ -15,7 +15,7 @@ from corp.adapters.registry import Library
 from corp.errors import StorageError
 from corp.storage.export import llama_cpp
 from corp.storage.export.check import on_cpu, outputs, precise
-from corp.storage.export.decoder import LAYERS, Decoder
+from corp.storage.export.decoder import Decoder
 from corp.storage.export.record import Written
 
 GGUF = "gguf"
@@ -25,18 +25,6 @@ DEFAULTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", 
 BLOCK = 32  # q8_0 quantises this many weights of a row together; rows of other lengths stay f16
 # Of the largest log-probability. Eight bits are coarse; a wrong permutation is off by more than 1.
 TOLERANCE = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1}
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -69,7 +57,7 @@ def export_gguf(
 
 
 def write_gguf(decoder: Decoder, vocabulary: dict[str, Any], path: Path, *, name: str, quant: str) -> None:
-    """Write one file with weights, sizes and tokenizer; `vocabulary` is what gguf_vocabulary makes of that."""
+    """Write one file with weights, sizes and tokenizer; `vocabulary` is what vocabulary_of gives."""
     gguf = _library()
     writer = gguf.GGUFWriter(path, "deci", use_temp_file=True)  # a large model fits on disk, not twice in memory
     _write_sizes(writer, decoder, name)
@@ -139,18 +127,15 @@ def _write_sizes(writer: Any, decoder: Decoder, name: str) -> None:
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
     """All tensors under GGUF's names."""
-    found = {_gguf_name(name): _interleaved(name, tensor, decoder) for name, tensor in decoder.state.items()}
+    gguf = _library()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(decoder.mlps))
+    found = {
+        names.get_name(name, (".weight", ".bias")): _interleaved(name, tensor, decoder)
+        for name, tensor in decoder.state.items()
+    }
     if not decoder.plain_rope:
         found["rope_freqs.weight"] = torch.tensor(decoder.factors)
     return found
-
-
-def _gguf_name(name: str) -> str:
-    module, _, parameter = name.rpartition(".")
-    if module in OUTER:
-        return f"{OUTER[module]}.{parameter}"
-    number, _, inner = module.removeprefix(f"{LAYERS}.").partition(".")
-    return f"blk.{number}.{NAMES[inner]}.{parameter}"
 
 
 def _interleaved(name: str, tensor: Tensor, decoder: Decoder) -> Tensor:
