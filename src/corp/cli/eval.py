@@ -16,6 +16,7 @@ from corp.cli.expand import expanded
 from corp.cli.inputs import refuse_other
 from corp.cli.models import IMAGE, kind_of, load_model, place
 from corp.errors import DataError, ModelError
+from corp.evaluate.heads import task_of
 
 
 @command
@@ -51,7 +52,7 @@ def measured(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     for name, value in (for_texts | {"--tasks": asked.tasks}).items():
         if value:
             raise DataError(f"{name} is for texts, but these models take images")
-    if eval_dense.is_dense(loaded, asked):
+    if asked.task or asked.head or all(task_of(model) for model in loaded.values()):  # these give maps
         return eval_dense.evaluate_dense(loaded, asked)
     return eval_images.evaluate_images(loaded, asked)
 

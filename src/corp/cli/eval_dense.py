@@ -25,11 +25,6 @@ TITLES = {"miou": "mIoU", "pixel_accuracy": "pixel acc.", "rmse": "RMSE", "abs_r
 BATCH = 8  # images of dense tasks are large
 
 
-def is_dense(loaded: dict[str, nn.Module], asked: Evaluation) -> bool:
-    """Does the command ask for maps, or do the models give nothing else?"""
-    return asked.task is not None or asked.head is not None or all(task_of(model) for model in loaded.values())
-
-
 def evaluate_dense(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     """Measure the models' maps; the first model is the one that the others are compared with."""
     name, model = next(iter(loaded.items()))

@@ -28,7 +28,7 @@ from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
 from corp.evaluate.run import judged
-from corp.evaluate.sweep import Grid, Row, Sweep
+from corp.evaluate.sweep import Row, Sweep
 from corp.io.tables import write_csv
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS
@@ -88,15 +88,10 @@ def sweep(
     """
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
-    grid = Grid(
-        parse_range(sparsity),
-        kinds.split(","),
-        preset.split(","),
-        rank.split(","),
-        compensate.split(","),
-        _numbers(ridge, float, "--ridge"),
-    )
-    recipes = grid.recipes()
+    recipes = sweeping.grid(
+        parse_range(sparsity), kinds.split(","), presets=preset.split(","), ranks=rank.split(","),
+        compensations=compensate.split(","), ridges=_numbers(ridge, float, "--ridge"),
+    )  # fmt: skip
     early.require_source(source, stats)
     early.require_paths("--data", data or [])
     if out is not None:

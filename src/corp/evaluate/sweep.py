@@ -34,31 +34,29 @@ AT_ONCE, AT_ONCE_BYTES = 8, 2 * 2**30  # models evaluated in one pass over the d
 ROWS, SECONDS, RESULT, STATISTICS = "rows.json", "seconds.json", "sweep.json", "statistics"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """What is swept over; "" stands for what the preset says."""
-
-    sparsities: Sequence[float]
-    kinds: Sequence[str] = ("both",)
-    presets: Sequence[str] = ("paper",)
-    ranks: Sequence[str] = ("",)
-    compensations: Sequence[str] = ("",)
-    ridges: Sequence[float] = (1e-3,)
-
-    def recipes(self) -> list[Recipe]:
-        unknown = sorted(set(self.kinds) - set(TOGETHER))
-        if unknown:
-            raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
-        axes = (self.kinds, self.presets, self.ranks, self.compensations, self.ridges, self.sparsities)
-        return [
-            Recipe.preset(
-                preset,
-                **dict.fromkeys(TOGETHER[kind], s),
-                **{name: value for name, value in (("rank", rank), ("compensate", compensate)) if value},
-                ridge=ridge,
-            )
-            for kind, preset, rank, compensate, ridge, s in product(*axes)
-        ]
+def grid(
+    sparsities: Sequence[float],
+    kinds: Sequence[str] = ("both",),
+    *,
+    presets: Sequence[str] = ("paper",),
+    ranks: Sequence[str] = ("",),
+    compensations: Sequence[str] = ("",),
+    ridges: Sequence[float] = (1e-3,),
+) -> list[Recipe]:
+    """Every combination as a recipe; "" stands for what the preset says."""
+    if unknown := sorted(set(kinds) - set(TOGETHER)):
+        raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
+    return [
+        Recipe.preset(
+            preset,
+            **dict.fromkeys(TOGETHER[kind], sparsity),
+            **{name: value for name, value in (("rank", rank), ("compensate", compensate)) if value},
+            ridge=ridge,
+        )
+        for kind, preset, rank, compensate, ridge, sparsity in product(
+            kinds, presets, ranks, compensations, ridges, sparsities
+        )
+    ]
 
 
 @dataclass
