@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -29,6 +28,7 @@ from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
 from corp.evaluate.run import judged
 from corp.evaluate.sweep import Row, Sweep
+from corp.io.files import write_json
 from corp.io.tables import write_csv
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS
@@ -206,7 +206,7 @@ def _measured(intervals: dict[str, Interval | None]) -> Row:
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:
-    (folder / sweeping.RESULT).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / sweeping.RESULT, content)
     write_csv(folder / TABLE, content["rows"], first="samples")
     draw(content["rows"], content["dense"], folder, content["model"])
 
