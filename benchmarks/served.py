@@ -31,8 +31,7 @@ from corp.measure.cost import count_params
 from corp.measure.timing import interleave, speed_up, summarize
 from corp.recipe import Recipe
 from corp.storage.export.decoder import decoder_of
-from corp.storage.export.gguf_file import write_gguf
-from corp.storage.export.gguf_vocabulary import vocabulary_of
+from corp.storage.export.gguf_file import vocabulary_of, write_gguf
 from corp.storage.export.llama_cpp import Llama
 from corp.surgery.apply import shrink
 

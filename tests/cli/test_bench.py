@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import corp
 from corp.cli import bench
-from corp.cli.contenders import Contender, explain
+from corp.cli.bench import Contender, explain
 from corp.errors import ModelError, RecipeError
 from corp.measure import timing
 from corp.measure.footprint import disk_bytes, peak_bytes, weight_bytes

@@ -14,9 +14,8 @@ import pytest
 import typer
 
 from corp.cli.arguments import DATA, FIRST, PANELS, option
-from corp.cli.expand import expanded
+from corp.cli.expand import expanded, flag
 from corp.cli.main import COMMANDS, load_command
-from corp.cli.recipes import flag
 from corp.recipe import Recipe
 from scripts.cli_page import PAGE, page
 from tests.helpers.command import run

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from corp.adapters import hub, timm_models
 from corp.cli.console import command, in_flags, told
 from corp.cli.early import require_output
-from corp.cli.sources import refuse_labels, warn_of_odd_images
+from corp.cli.inputs import refuse_labels, warn_of_odd_images
 from corp.data.documents import in_order, open_documents
 from corp.errors import CorpWarning, DataError, ModelError
 from corp.recipe import Recipe

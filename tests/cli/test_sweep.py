@@ -20,13 +20,13 @@ from corp.calibration.settings import Settings
 from corp.data.images import ImageBatches
 from corp.errors import DataError, RecipeError, StorageError
 from corp.evaluate import sweep as sweeping
-from corp.evaluate.sweep import Grid, Sweep
+from corp.evaluate.sweep import Sweep, grid
 from corp.report import sweeps
 from tests.helpers.command import run
 from tests.helpers.models import images, vit
 
 MODEL = "test_vit"  # the smallest that timm has
-GRID = Grid([0.25, 0.5], ["mlp", "both"], compensations=["full", "none"])
+GRID = grid([0.25, 0.5], ["mlp", "both"], compensations=["full", "none"])
 
 
 def to_tensor(image: Image.Image) -> Tensor:
@@ -50,12 +50,12 @@ def statistics(model: nn.Module, data: Any, sizes: Sequence[int], folder: Path) 
 
 
 def test_a_grid_is_every_combination_and_refuses_unknown_kinds() -> None:
-    recipes = GRID.recipes()
+    recipes = GRID
     assert len(recipes) == len(set(map(str, recipes))) == 8
     assert {(r.mlp, r.attn) for r in recipes} == {(0.25, 0), (0.5, 0), (0.25, 0.25), (0.5, 0.5)}
-    assert Grid([0.5], presets=["vbp"]).recipes()[0].compensate == "mean"
+    assert grid([0.5], presets=["vbp"])[0].compensate == "mean"
     with pytest.raises(RecipeError, match="heads"):
-        Grid([0.5], ["heads"]).recipes()
+        grid([0.5], ["heads"])
 
 
 def test_sizes_from_one_pass_equal_separate_calibrations(photos: ImageBatches, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_impossible_sizes_are_refused(sizes: list[int], photos: ImageBatches, tm
 
 
 def test_an_interrupted_sweep_goes_on_and_ends_with_the_same_rows(tmp_path: Path) -> None:
-    model, recipes = vit(), GRID.recipes()
+    model, recipes = vit(), GRID
     stats = corp.calibrate(model, images(8))
     evaluated: list[int] = []
     probe = images(1, 2, torch.float32)[0]

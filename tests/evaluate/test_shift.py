@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import corp
 from corp import CorpError, Recipe
-from corp.evaluate.shift_result import Shift, SiteShift
+from corp.evaluate.shift import Shift, SiteShift
 from tests.helpers import rotary_models as rotary
 from tests.helpers.models import batches, build
 from tests.helpers.site_outputs import hidden_output, logit_errors

@@ -18,7 +18,7 @@ import corp
 from corp import CorpError, Recipe
 from corp.storage import folder as storage
 from corp.storage.export import gguf_file, llama_cpp
-from corp.storage.export.gguf_vocabulary import vocabulary_of
+from corp.storage.export.gguf_file import vocabulary_of
 from corp.storage.export.possible import Exports
 from corp.storage.export.rotary import common_heads, rope_factors
 from tests.helpers import decoders, models

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +21,7 @@ from corp.cli.models import load_model
 from corp.errors import DataError
 from corp.evaluate.redundancy import Analysis, Row
 from corp.evaluate.redundancy import analyze as measure
-from corp.io.files import new_folder, refuse_existing
+from corp.io.files import new_folder, refuse_existing, write_json
 from corp.io.tables import write_csv
 from corp.report import pictures, svg
 from corp.sites import Sites
@@ -93,7 +92,7 @@ def _cells(row: Row) -> list[str]:
 
 def _write(out: Path, analysis: Analysis, content: dict[str, Any], *, title: str, overwrite: bool) -> None:
     with new_folder(out, overwrite=overwrite) as folder:
-        (folder / DATA).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / DATA, content)
         write_csv(folder / TABLE, content["rows"], first="site")
         pictures.save_png(_picture(analysis, title), folder / PICTURE)
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from corp.errors import RecipeError
 from corp.recipe import BUDGET as BUDGET
 from corp.recipe import HOW as HOW
 from corp.recipe import REMOVE as REMOVE
@@ -32,6 +34,13 @@ def option(text: str, panel: str, *spelled: str, **extra: Any) -> Any:
     return typer.Option(*spelled, help=text, rich_help_panel=panel, **extra)
 
 
+def parse_number(text: str, kind: Callable[[str], Any], option: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise RecipeError(f"{option}: {text!r} is not a number") from None
+
+
 Model = Annotated[str, typer.Argument(help="A timm name, hf:FOLDER or hf:HUB-ID, or a folder that corp saved.")]
 Weights = Annotated[
     Path | None,
@@ -41,53 +50,8 @@ Weights = Annotated[
         show_default="timm's pretrained weights",
     ),
 ]
-Calib = Annotated[
-    list[Path],
-    option(
-        "Calibration data: a folder of unlabelled images, or a file or folder of texts "
-        "(.txt, .jsonl, .csv, .tsv, .parquet, a datasets folder). May be repeated.",
-        DATA,
-    ),
-]
 Stats = Annotated[Path | None, option("Statistics from corp calibrate, instead of --calib.", DATA)]
-Samples = Annotated[
-    int | None,
-    option(
-        "Number of images or sequences, drawn by --seed.",
-        DATA,
-        min=1,
-        show_default="4000 images or documents, 128 packed sequences",
-    ),
-]
-Seed = Annotated[int, option("Seed that draws the calibration samples.", DATA)]
 MaxBad = Annotated[float, option("Share of unreadable images to tolerate; corp lists them.", DATA)]
-TextField = Annotated[
-    str, option("Key, column or column number (from 1) of the text in a record.", DATA, "--text-field")
-]
-SeqLen = Annotated[
-    int | None, option("Tokens per sequence.", DATA, min=2, show_default="2048, or the model's context if shorter")
-]
-Pack = Annotated[
-    bool | None,
-    option(
-        "Pack several documents into a sequence, or use one sequence per document.",
-        DATA,
-        "--pack/--no-pack",
-        show_default="pack for causal models",
-    ),
-]
-Chat = Annotated[
-    bool, option("Treat records as conversations and apply the tokenizer's chat template.", DATA, "--chat")
-]
-Tokenizer = Annotated[str | None, option("Folder of the tokenizer, if it is not with the model.", DATA)]
-SampleTokens = Annotated[
-    str,
-    option(
-        "Tokens per sample for the MLP statistics: auto (enough for a stable fit), all, or a number.",
-        DATA,
-        "--sample-tokens",
-    ),
-]
 BatchSize = Annotated[
     int | None, option("Samples per forward pass.", MACHINE, min=1, show_default="32 images, or 8192 tokens")
 ]
@@ -103,14 +67,6 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     option("Number format of the forward pass; the result is never wider than the checkpoint.", MACHINE),
 ]
-Memory = Annotated[
-    str | None,
-    option(
-        "Memory limit for the statistics, such as 4GB; corp makes several passes if needed.",
-        MACHINE,
-        show_default="all",
-    ),
-]
 OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o")]
 Overwrite = Annotated[bool, option("Replace the output if it exists.", OUTPUT, "--overwrite")]
 Json = Annotated[bool, option("Print JSON instead of tables.", OUTPUT, "--json")]
@@ -121,11 +77,25 @@ PrunedFolder = Annotated[Path, typer.Argument(help="A folder that corp prune or 
 class TextOptions:
     """How texts become sequences of tokens."""
 
-    field: TextField = "text"
-    seq_len: SeqLen = None
-    pack: Pack = None
-    tokenizer: Tokenizer = None
-    chat: Chat = False
+    field: Annotated[
+        str, option("Key, column or column number (from 1) of the text in a record.", DATA, "--text-field")
+    ] = "text"
+    seq_len: Annotated[
+        int | None, option("Tokens per sequence.", DATA, min=2, show_default="2048, or the model's context if shorter")
+    ] = None
+    pack: Annotated[
+        bool | None,
+        option(
+            "Pack several documents into a sequence, or use one sequence per document.",
+            DATA,
+            "--pack/--no-pack",
+            show_default="pack for causal models",
+        ),
+    ] = None
+    tokenizer: Annotated[str | None, option("Folder of the tokenizer, if it is not with the model.", DATA)] = None
+    chat: Annotated[
+        bool, option("Treat records as conversations and apply the tokenizer's chat template.", DATA, "--chat")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -134,12 +104,27 @@ class Source:
 
     model: Model
     weights: Weights = None
-    calib: Calib = field(default_factory=list)
-    samples: Samples = None
+    calib: Annotated[
+        list[Path],
+        option(
+            "Calibration data: a folder of unlabelled images, or a file or folder of texts "
+            "(.txt, .jsonl, .csv, .tsv, .parquet, a datasets folder). May be repeated.",
+            DATA,
+        ),
+    ] = field(default_factory=list)
+    samples: Annotated[
+        int | None,
+        option(
+            "Number of images or sequences, drawn by --seed.",
+            DATA,
+            min=1,
+            show_default="4000 images or documents, 128 packed sequences",
+        ),
+    ] = None
     batch_size: BatchSize = None
     device: Device = "auto"
     dtype: Dtype = "auto"
-    seed: Seed = 0
+    seed: Annotated[int, option("Seed that draws the calibration samples.", DATA)] = 0
     max_bad: MaxBad = 0.05
     text: TextOptions = field(default_factory=TextOptions)
     images: int = IMAGES  # what --samples is for images by default; no option of its own
@@ -149,14 +134,27 @@ class Source:
 class Collection:
     """How much of the data the statistics take in, and how much memory they may use."""
 
-    sample_tokens: SampleTokens = "auto"
-    memory: Memory = None
+    sample_tokens: Annotated[
+        str,
+        option(
+            "Tokens per sample for the MLP statistics: auto (enough for a stable fit), all, or a number.",
+            DATA,
+            "--sample-tokens",
+        ),
+    ] = "auto"
+    memory: Annotated[
+        str | None,
+        option(
+            "Memory limit for the statistics, such as 4GB; corp makes several passes if needed.",
+            MACHINE,
+            show_default="all",
+        ),
+    ] = None
 
     def settings(self, **more: Any) -> Settings:
         """The settings of the data pass; `more` are other fields of `corp.Settings`."""
         from corp.calibration.memory import parse_bytes
         from corp.calibration.settings import Settings
-        from corp.cli.recipes import parse_number
 
         tokens: Any = self.sample_tokens
         tokens = tokens if tokens in ("auto", "all") else parse_number(tokens, int, "--sample-tokens")

@@ -23,7 +23,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 from rich.text import Text
 
-from corp.cli.recipes import flag
+from corp.cli.expand import flag
 from corp.errors import CorpError, CorpWarning
 from corp.io.observer import Advance, Bars, Observer
 from corp.recipe import Recipe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from corp import __version__, api
 from corp.cli import arguments as a
 from corp.cli.console import Console, command, note, progress, show_json, show_table
-from corp.cli.report import DEMO_LABELS, demo_study
+from corp.cli.report import DEMO, DEMO_LABELS, demo_study
 from corp.data import digits
-from corp.io.files import new_folder, refuse_existing
+from corp.io.files import new_folder, refuse_existing, write_json
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
 from corp.report import pictures, svg
@@ -53,7 +52,7 @@ def demo(
             rows.append(row)
     content = {"model": "digits-vit", "images": len(data.test_images), "dense": dense, "rows": rows}
     with new_folder(out, overwrite=overwrite) as folder:
-        (folder / "demo.json").write_text(jsonlib.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / DEMO, content)
         study = demo_study(content)
         (folder / "report.html").write_text(page(runs, [study]), encoding="utf-8")
         pictured = _picture(study, folder)
@@ -93,7 +92,7 @@ def _picture(study: Study, folder: Path) -> bool:
     """Draw the curves, if matplotlib is there for the PNG."""
     title = "A small ViT on handwritten digits, pruned without training"
     try:
-        pictures.save(svg.picture(title, study.charts[0].figure().drawing), folder / "demo")
+        pictures.save(svg.picture(title, study.charts[0].drawing), folder / "demo")
     except ModuleNotFoundError:
         return False
     return True

@@ -15,8 +15,7 @@ from corp.cli.arguments import Deployment, Source
 from corp.cli.console import Console, note, progress, show_table
 from corp.cli.inputs import calibrated
 from corp.errors import CorpError, warn
-from corp.evaluate.shift import measure_shift
-from corp.evaluate.shift_result import COLUMNS, Shift
+from corp.evaluate.shift import COLUMNS, Shift, measure_shift
 from corp.planning.plan import Plan
 from corp.sites import Sites
 

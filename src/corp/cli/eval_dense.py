@@ -2,90 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, placement
 from corp.cli.arguments import Source
 from corp.cli.console import note, progress, show_table
+from corp.cli.evaluation import AWAY, CLOSE, PERCENT, Evaluated, Evaluation, Row, base_name
 from corp.cli.models import preprocessing_of
-from corp.cli.rows import Evaluated
+from corp.data.dense import DensePairs, WholeImage, find_pairs, match_maps
+from corp.data.images import ImageBatches, choose, list_images
 from corp.errors import DataError, ModelError
-from corp.evaluate.dense import Estimate, MapScore
+from corp.evaluate.dense import MapScore
 from corp.evaluate.heads import IGNORE, HeadInfo, OwnMaps, WithHead, load_head, task_of
 from corp.evaluate.run import Contender, side_by_side
 from corp.measure.cost import count_params
 
-if TYPE_CHECKING:
-    from corp.data.dense import DensePairs, WholeImage
-    from corp.data.images import ImageBatches
-
-PERCENT = ("miou", "pixel_accuracy", "delta1", "delta2", "delta3")  # shares; the others have units
 TITLES = {"miou": "mIoU", "pixel_accuracy": "pixel acc.", "rmse": "RMSE", "abs_rel": "abs. rel."}
-AWAY, CLOSE = "_difference", "_to_dense"  # endings of scores that compare with the dense model
 BATCH = 8  # images of dense tasks are large
 
 
-@dataclass(frozen=True)
-class Options:
-    """What --task and its kin say."""
-
-    task: str | None
-    head: Path | None
-    data: list[Path]
-    labels: str | None = None
-    image_size: str | None = None
-    ignore: int | None = None
-    depth_scale: float = 1.0
-    samples: int | None = None
-    batch_size: int | None = None
-    seed: int = 0
-    max_bad: float = 0.05
-
-
-@dataclass(frozen=True)
-class Row:
-    """A model under the name it was given, its size without a head that came beside it, and its scores."""
-
-    name: str
-    params: int
-    scores: dict[str, Estimate]
-
-
-def is_dense(loaded: dict[str, nn.Module], task: str | None, head: Path | None) -> bool:
-    """Does the command ask for maps, or do the models give nothing else?"""
-    return task is not None or head is not None or all(task_of(model) for model in loaded.values())
-
-
-def evaluate_dense(loaded: dict[str, nn.Module], options: Options) -> Evaluated:
+def evaluate_dense(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     """Measure the models' maps; the first model is the one that the others are compared with."""
     name, model = next(iter(loaded.items()))
-    head, info = load_head(options.head) if options.head else (None, None)
-    task = _task(loaded, info, options.task)
-    transform = whole_image(name, model, options.image_size, info.image_size if info else None)
-    ignore = options.ignore if options.ignore is not None else info.ignore if info else ignored_by(model)
+    head, info = load_head(asked.head) if asked.head else (None, None)
+    task = _task(loaded, info, asked.task)
+    transform = whole_image(name, model, asked.image_size, info.image_size if info else None)
+    ignore = asked.ignore if asked.ignore is not None else info.ignore if info else ignored_by(model)
     contenders = []
     for one in loaded.values():
         sized(one, transform.size)
         maps = OwnMaps(one) if head is None or info is None else WithHead(one, head, info.blocks).to(*placement(one))
         contenders.append(Contender(maps, MapScore(task, ignore)))
-    batches = _batches(options, transform, compared=len(loaded) > 1)
+    batches = _batches(asked, transform, compared=len(loaded) > 1)
     reference = contenders[0].model if len(loaded) > 1 else None
     with progress(f"evaluating on {placement(model)[0]}", batches.samples, "images") as advance:
         side_by_side(reference, contenders, batches, advance)
     rows = _rows(loaded, [contender.metric for contender in contenders])
     content = {
         "task": task,
-        "head": options.head and str(options.head),
-        "data": {"folders": [str(folder) for folder in options.data], "images": batches.samples},
+        "head": asked.head and str(asked.head),
+        "data": {"folders": [str(folder) for folder in asked.data], "images": batches.samples},
         "image_size": list(transform.size),
-        "labelled": bool(rows[0].scores),
+        "labelled": bool(rows[0].numbers),
         "dense": name if len(rows) > 1 else None,
-        "models": [_content(row) for row in rows],
+        "models": [row.to_dict() for row in rows],
     }
     return content, partial(show_dense, content, rows)
 
@@ -113,13 +77,8 @@ def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[Row]:
         if i and score.likeness:
             found |= {f"{key}{AWAY}": one - truths[0][key] for key, one in truth.items()}
             found |= {f"{key}{CLOSE}": one for key, one in score.likeness.estimates().items()}
-        rows.append(Row(name, count_params(model), found))
+        rows.append(Row(name, count_params(model), {key: one.interval() for key, one in found.items()}))
     return rows
-
-
-def _content(row: Row) -> dict[str, Any]:
-    numbers = {name: one.interval().to_dict() for name, one in row.scores.items()}
-    return {"model": row.name, "params": row.params, **numbers}
 
 
 def ignored_by(model: nn.Module) -> int:
@@ -128,30 +87,25 @@ def ignored_by(model: nn.Module) -> int:
     return int(ignore) if isinstance(ignore, int) else IGNORE
 
 
-def _batches(options: Options, transform: WholeImage, *, compared: bool) -> DensePairs | ImageBatches:
+def _batches(asked: Evaluation, transform: WholeImage, *, compared: bool) -> DensePairs | ImageBatches:
     """Images with their maps; images alone where there are no maps and another model to compare with."""
-    from corp.data.dense import DensePairs, find_pairs, match_maps
-    from corp.data.images import ImageBatches, choose
-
-    size = options.batch_size or BATCH
-    found = {path: place for folder in options.data for path, place in match_maps(folder)}
-    chosen = choose(list(found), options.samples, options.seed)
-    if options.labels == "none" or not any(found.values()):
+    size = asked.batch_size or BATCH
+    found = {path: place for folder in asked.data for path, place in match_maps(folder)}
+    chosen = choose(list(found), asked.samples, asked.seed)
+    if asked.labels == "none" or not any(found.values()):
         if not compared:
             raise DataError(
-                f"nothing to measure: no image below {options.data[0]} has a map, and there is no second model; "
+                f"nothing to measure: no image below {asked.data[0]} has a map, and there is no second model; "
                 "give images with maps (images/ + labels/, or X/ + Xannot/), or a second model"
             )
         note("no label maps: the models are compared with the dense model's own maps only")
-        return ImageBatches(chosen, transform, batch_size=size, max_bad=options.max_bad)
-    pairs = {path: place for folder in options.data for path, place in find_pairs(folder)}
-    return DensePairs([(path, pairs[path]) for path in chosen], transform, batch_size=size, scale=options.depth_scale)
+        return ImageBatches(chosen, transform, batch_size=size, max_bad=asked.max_bad)
+    pairs = {path: place for folder in asked.data for path, place in find_pairs(folder)}
+    return DensePairs([(path, pairs[path]) for path in chosen], transform, batch_size=size, scale=asked.depth_scale)
 
 
 def whole_image(name: str, model: nn.Module, given: str | None, known: tuple[int, int] | None) -> WholeImage:
     """The preprocessing of dense tasks: --image-size, else the head's, else the model's own size; no crop."""
-    from corp.data.dense import WholeImage
-
     config = getattr(model, "pretrained_cfg", None)  # of timm
     if config:
         return WholeImage(parse_size(given) or known or tuple(config["input_size"][1:]), config["mean"], config["std"])
@@ -194,8 +148,6 @@ def used_with(
     source: Source, model: nn.Module, head: Path | None, image_size: str | None
 ) -> tuple[ImageBatches, Forward | None]:
     """Calibration images at the size that a backbone is used at, and how it runs under the head that reads it."""
-    from corp.data.images import ImageBatches, choose, list_images
-
     found, info = load_head(head) if head else (None, None)
     transform = whole_image(source.model, model, image_size, info.image_size if info else None)
     require_patches(model, transform.size)
@@ -217,30 +169,18 @@ def used_with(
 def show_dense(content: dict[str, Any], rows: list[Row]) -> None:
     """One table of scores, and one of differences and closeness where models are compared."""
     title = f"{content['task']}, {content['data']['images']} images, 95 % intervals over images"
-    names = list(rows[0].scores)
+    names = list(rows[0].numbers)
     if names:
         _show(title, rows, names)
     if len(rows) > 1:
-        _show("compared with the dense model", rows[1:], [name for name in rows[1].scores if name not in names])
+        _show("compared with the dense model", rows[1:], [name for name in rows[1].numbers if name not in names])
 
 
 def _show(title: str, rows: list[Row], names: list[str]) -> None:
-    cells = [
-        [row.name, f"{row.params / 1e6:.3f} M", *(_cell(name, row.scores[name]) for name in names)] for row in rows
-    ]
-    show_table(title, ["model", "params", *map(_title, names)], cells)
+    show_table(title, ["model", "params", *map(_title, names)], [row.cells(names) for row in rows])
 
 
 def _title(name: str) -> str:
-    base = _base(name)
+    base = base_name(name)
     title = TITLES.get(base, base.replace("delta", "δ")) + (" %" if base in PERCENT else "")
     return title + (" − dense" if name.endswith(AWAY) else " with its maps" if name.endswith(CLOSE) else "")
-
-
-def _cell(name: str, estimate: Estimate) -> str:
-    found = estimate.interval()
-    return f"{found.map(lambda end: 100 * end):.1f}" if _base(name) in PERCENT else f"{found:.4f}"
-
-
-def _base(name: str) -> str:
-    return name.removesuffix(AWAY).removesuffix(CLOSE)

@@ -10,9 +10,11 @@ from torch import nn
 
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
-from corp.cli.inputs import tell_skipped
+from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
+from corp.cli.inputs import IMAGE_BATCH, tell_skipped
 from corp.cli.models import classes_of, preprocessing_of
-from corp.cli.rows import Evaluated, Row, known_of
+from corp.data.images import ImageBatches, choose, list_images
+from corp.data.labels import LabelledBatches, find_labels, read_labels
 from corp.errors import DataError, ModelError
 from corp.evaluate.classify import Score
 from corp.evaluate.features import FINAL, Features
@@ -23,42 +25,39 @@ NUMBERS = ("top1", "top5", "top1_difference", "agreement", "kl")
 COLUMNS = ("model", "params", "top-1 %", "top-5 %", "top-1 − dense", "agreement %", "KL from dense")
 
 
-def evaluate_images(
-    loaded: dict[str, nn.Module],
-    data: list[Path],
-    labels: str | None,
-    samples: int | None,
-    batch_size: int | None,
-    seed: int,
-    max_bad: float,
-) -> Evaluated:
+def evaluate_images(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     """Measure the models on the images; the first is the one that the others are compared with."""
-    from corp.data.images import ImageBatches, choose, list_images
-    from corp.data.labels import LabelledBatches
-
-    paths = choose(list_images(data), samples, seed)
     contenders = _contenders(loaded)
-    first, alone = next(iter(loaded)), len(loaded) == 1
-    dense = loaded[first]
-    found = find_labels(labels, data, first, dense)
-    if found is None and alone:
+    (first, dense), *others = loaded.items()
+    images, batches = image_batches(loaded, asked)
+    labelled = batches is not images
+    if not labelled and not others:
         raise DataError(
             f"nothing to measure: there are no labels, and {first} is the only model; give --labels, or another model"
         )
-    images = ImageBatches(paths, _preprocessing(loaded), batch_size=batch_size or 32, max_bad=max_bad)
-    batches = images if found is None else LabelledBatches(images, found)
     with progress(f"evaluating on {placement(dense)[0]}", images.samples, "images") as advance:
-        side_by_side(None if alone else dense, contenders, batches, advance)
+        side_by_side(dense if others else None, contenders, batches, advance)
     tell_skipped(images)
     rows = [_row(name, contender) for name, contender in zip(loaded, contenders, strict=True)]
     content = {
-        "data": {"folders": [str(folder) for folder in data], "images": images.samples - len(images.bad)},
-        "seed": seed,
-        "labelled": found is not None,
-        "dense": None if alone else first,
+        "data": {"folders": [str(folder) for folder in asked.data], "images": images.samples - len(images.bad)},
+        "seed": asked.seed,
+        "labelled": labelled,
+        "dense": first if others else None,
         "models": [row.to_dict() for row in rows],
     }
     return content, partial(show_images, content, rows)
+
+
+def image_batches(
+    loaded: dict[str, nn.Module], asked: Evaluation
+) -> tuple[ImageBatches, ImageBatches | LabelledBatches]:
+    """The images as the models want them, alone and with their labels; twice the same if these are not known."""
+    paths = choose(list_images(asked.data), asked.samples, asked.seed)
+    labels = _labels(asked, *next(iter(loaded.items())))
+    size = asked.batch_size or IMAGE_BATCH
+    images = ImageBatches(paths, _preprocessing(loaded), batch_size=size, max_bad=asked.max_bad)
+    return images, images if labels is None else LabelledBatches(images, labels)
 
 
 def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:
@@ -75,18 +74,16 @@ def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:
     ]
 
 
-def find_labels(labels: str | None, folders: list[Path], name: str, model: nn.Module) -> dict[Path, int] | None:
+def _labels(asked: Evaluation, name: str, model: nn.Module) -> dict[Path, int] | None:
     """The class of every image, from --labels or the names of folders and files; None if they say nothing."""
-    from corp.data import labels as known
-
     classes = classes_of(model)
-    if labels == "none":
+    if asked.labels == "none":
         return None
-    if labels is not None:
+    if asked.labels is not None:
         if classes == 0:
             raise DataError(f"{name} has no classifier, so --labels cannot be used; give --labels none")
-        return known.read_labels(Path(labels), folders)
-    found = None if classes == 0 else known.find_labels(folders, classes)
+        return read_labels(Path(asked.labels), asked.data)
+    found = None if classes == 0 else find_labels(asked.data, classes)
     if found is None and classes != 0:
         note(f"no accuracy: there are not {classes} sub-folders or synset ids for classes; give --labels FILE.csv")
     return found

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
-from corp.cli.arguments import TextOptions
 from corp.cli.console import note, progress, show_table
-from corp.cli.rows import Evaluated, Row, known_of
-from corp.cli.sources import sequence_length, sequences_per_batch
+from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
+from corp.cli.inputs import sequence_length, sequences_per_batch
+from corp.data import sts, text
 from corp.errors import DataError
 from corp.evaluate.language import NextTokens
 from corp.evaluate.run import judged
 from corp.evaluate.sentences import Embeddings, sts_spearman
 from corp.evaluate.tasks import require, run_tasks
 from corp.measure.cost import count_params
-
-if TYPE_CHECKING:
-    from corp.data.text import TextBatches
 
 COLUMNS = {
     m.CAUSAL: ("model", "params", "perplexity", "/ dense", "agreement %", "KL from dense"),
@@ -34,96 +29,79 @@ COLUMNS = {
 NUMBERS = {m.CAUSAL: ("perplexity", "perplexity_ratio", "agreement", "kl"), m.ENCODER: ("cosine", "spearman")}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What of the texts is measured, and how."""
-
-    data: list[Path]
-    samples: int | None = None
-    batch_size: int | None = None
-    seed: int = 0
-    text: TextOptions = field(default_factory=TextOptions)
-    stride: int | None = None
-    per_document: bool = False
-    sts: Path | None = None
-    tasks: tuple[str, ...] = ()
-    limit: int | None = None
-
-
-def evaluate_texts(loaded: dict[str, nn.Module], options: Options) -> Evaluated:
+def evaluate_texts(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     """Measure the models on the texts; the first is the one that the others are compared with."""
     first, models = next(iter(loaded)), list(loaded.values())
     kind = m.kind_of(models[0])
-    _check(kind, options, alone=len(loaded) == 1)
-    if options.tasks:
+    tasks = [task.strip() for task in (asked.tasks or "").split(",") if task.strip()]
+    _check(kind, asked, tasks, alone=len(loaded) == 1)
+    if tasks:
         require()
-    tokenizer = m.tokenizer_of(first, options.text.tokenizer)
+    tokenizer = m.tokenizer_of(first, asked.text.tokenizer)
     rows = [
         Row(name, count_params(model), dict.fromkeys(NUMBERS[kind]), {"tasks": None}) for name, model in loaded.items()
     ]
     content: dict[str, Any] = {
         "kind": kind,
-        "seed": options.seed,
+        "seed": asked.seed,
         "dense": first if len(loaded) > 1 else None,
         "data": None,
     }
-    if options.data:
-        batches = text_batches(models[0], tokenizer, kind, options)
-        files = [str(path) for path in options.data]
+    if asked.data:
+        batches = text_batches(models[0], tokenizer, kind, asked)
+        files = [str(path) for path in asked.data]
         counts = {"sequences": batches.samples, "tokens": batches.tokens}
         content["data"] = {"files": files, **counts, "sequences_are": batches.describe()}
         for row, metric in zip(rows, judge(kind, models, batches), strict=True):
             row.numbers |= known_of(
                 metric.intervals(), NUMBERS[kind], ("perplexity",) if row is rows[0] else NUMBERS[kind]
             )
-    if options.sts is not None:
-        content["sts"] = {"file": str(options.sts), "pairs": _measure_sts(models, rows, tokenizer, options)}
-    for row, model in zip(rows, models, strict=True):
-        if options.tasks:
-            size = options.batch_size or 8
-            row.extra["tasks"] = run_tasks(model, tokenizer, options.tasks, batch_size=size, limit=options.limit)
+    if asked.sts is not None:
+        content["sts"] = {"file": str(asked.sts), "pairs": _measure_sts(models, rows, tokenizer, asked)}
+    if tasks:
+        for row, model in zip(rows, models, strict=True):
+            size = asked.batch_size or 8
+            row.extra["tasks"] = run_tasks(model, tokenizer, tasks, batch_size=size, limit=asked.limit)
     content["models"] = [row.to_dict() for row in rows]
     return content, partial(show_texts, content, rows)
 
 
-def _check(kind: str, options: Options, *, alone: bool) -> None:
-    if kind == m.CAUSAL and options.sts is not None:
+def _check(kind: str, asked: Evaluation, tasks: list[str], *, alone: bool) -> None:
+    if kind == m.CAUSAL and asked.sts is not None:
         raise DataError("--sts is for sentence encoders; give a causal language model --data or --tasks")
-    if kind == m.ENCODER and options.tasks:
+    if kind == m.ENCODER and tasks:
         raise DataError("--tasks is for causal language models; give an encoder --data or --sts")
-    if kind == m.ENCODER and (options.stride is not None or options.per_document):
+    if kind == m.ENCODER and (asked.stride is not None or asked.per_document):
         raise DataError("--stride and --per-document are for perplexity, which an encoder does not have")
-    if options.stride is not None and options.per_document:
+    if asked.stride is not None and asked.per_document:
         raise DataError("--stride moves windows over the whole text, so it cannot be combined with --per-document")
-    if not (options.data or options.sts or options.tasks):
+    if not (asked.data or asked.sts or tasks):
         raise DataError("nothing to measure on: give --data TEXTS" + (" or --sts FILE" if kind == m.ENCODER else ""))
-    if kind == m.ENCODER and alone and options.sts is None:
+    if kind == m.ENCODER and alone and asked.sts is None:
         raise DataError(
             "nothing to measure: there is no other encoder to compare with; give --dense MODEL, or --sts FILE"
         )
 
 
-def text_batches(model: nn.Module, tokenizer: Any, kind: str, options: Options) -> TextBatches:
-    from corp.data import text
-
-    length = sequence_length(model, tokenizer, options.text.seq_len)
-    size = options.batch_size or (sequences_per_batch(tokenizer, length) if kind == m.CAUSAL else None)
-    chosen: dict[str, Any] = {"length": length, "field": options.text.field, "batch_size": size}
-    if kind == m.ENCODER or options.per_document:
-        drawn: dict[str, Any] = {"samples": options.samples, "seed": options.seed, "bos": kind == m.CAUSAL}
-        return text.one_per_document(options.data, tokenizer, **chosen, **drawn)
-    if options.samples is not None:
-        if options.stride is not None:
+def text_batches(model: nn.Module, tokenizer: Any, kind: str, asked: Evaluation) -> text.TextBatches:
+    length = sequence_length(model, tokenizer, asked.text.seq_len)
+    size = asked.batch_size or (sequences_per_batch(tokenizer, length) if kind == m.CAUSAL else None)
+    chosen: dict[str, Any] = {"length": length, "field": asked.text.field, "batch_size": size}
+    if kind == m.ENCODER or asked.per_document:
+        drawn: dict[str, Any] = {"samples": asked.samples, "seed": asked.seed, "bos": kind == m.CAUSAL}
+        return text.one_per_document(asked.data, tokenizer, **chosen, **drawn)
+    if asked.samples is not None:
+        if asked.stride is not None:
             raise DataError("--samples draws documents and packs them; --stride goes over the whole text: give one")
-        return text.packed(options.data, tokenizer, **chosen, samples=options.samples, seed=options.seed)
-    batches = text.windows(options.data, tokenizer, **chosen, stride=options.stride)
+        return text.packed(asked.data, tokenizer, **chosen, samples=asked.samples, seed=asked.seed)
+    batches = text.windows(asked.data, tokenizer, **chosen, stride=asked.stride)
     left = len(batches.ids) - batches.spans[-1].end
     if left:
         note(f"the last {left} of {len(batches.ids)} tokens do not fill a window of {length} and are left out")
     return batches
 
 
-def judge(kind: str, models: Sequence[nn.Module], batches: TextBatches, *, keep: bool = False) -> list[Any]:
+def judge(kind: str, models: Sequence[nn.Module], batches: text.TextBatches, *, keep: bool = False) -> list[Any]:
     """A metric of every model, compared with the first, in one pass; of encoders, `keep` keeps the embeddings."""
     metric: Any = NextTokens if kind == m.CAUSAL else partial(Embeddings, keep)
     # Models with a head of their own give hidden states only when asked.
@@ -134,17 +112,15 @@ def judge(kind: str, models: Sequence[nn.Module], batches: TextBatches, *, keep:
         return judged(models, metric, data, models[0] if len(models) > 1 else None, advance)
 
 
-def _measure_sts(models: Sequence[nn.Module], rows: Sequence[Row], tokenizer: Any, options: Options) -> int:
+def _measure_sts(models: Sequence[nn.Module], rows: Sequence[Row], tokenizer: Any, asked: Evaluation) -> int:
     """Measure the rank correlation with human scores; return the number of pairs."""
-    from corp.data import sts, text
-
-    assert options.sts is not None
-    pairs = sts.read_pairs(options.sts)
-    length = sequence_length(models[0], tokenizer, options.text.seq_len)
-    batches = text.of_texts(pairs.sentences, tokenizer, length=length, batch_size=options.batch_size or 64)
+    assert asked.sts is not None
+    pairs = sts.read_pairs(asked.sts)
+    length = sequence_length(models[0], tokenizer, asked.text.seq_len)
+    batches = text.of_texts(pairs.sentences, tokenizer, length=length, batch_size=asked.batch_size or 64)
     for row, metric in zip(rows, judge(m.ENCODER, models, batches, keep=True), strict=True):
         row.numbers["spearman"] = sts_spearman(torch.cat(metric.kept), pairs.scores)
-        if row is not rows[0] and not options.data:  # the sentences of the pairs serve the comparison too
+        if row is not rows[0] and not asked.data:  # the sentences of the pairs serve the comparison too
             row.numbers |= metric.intervals()
     return len(pairs.scores)
 

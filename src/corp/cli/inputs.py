@@ -1,8 +1,10 @@
-"""From the options of a command to what it works on: the model, its batches and their statistics."""
+"""From the options of a command to what it works on: the model, its data as batches that it takes, and statistics."""
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,23 @@ from corp.api import calibrate
 from corp.calibration.batches import placement, without_cache
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
+from corp.cli import models
 from corp.cli.arguments import Source
 from corp.cli.console import Console, note, progress
-from corp.cli.models import load_model, place
-from corp.cli.sources import calibration_batches
-from corp.errors import warn
+from corp.data import text
+from corp.data.images import SUFFIXES, ImageBatches, choose, list_images, open_image
+from corp.errors import DataError, warn
 from corp.io.observer import SILENT
 from corp.measure.cost import count_params
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
+
+DOCUMENTS = 4000  # unless --samples is given
+IMAGE_BATCH = 32
+FEW_IMAGES = 64  # below this, a fit of some hundred channels follows the sample
+LABELS = 32  # a photograph has more colours
+LABEL_FILES = frozenset({".txt", ".xml", ".json", ".csv", ".tsv", ".mat", ".npy", ".yaml", ".yml"})
+LOGITS = 1 << 27  # per batch of a language model: half a gigabyte in float32
 
 
 def opened(
@@ -33,16 +43,10 @@ def opened(
     # An offloaded model stays on the host; its layers visit the device during calibration only.
     home = source.device if settings is None or settings.offload is None else "cpu"
     with progress(f"loading {source.model}", None, ""):
-        model = place(load_model(source.model, source.weights, any_size=any_size), home, source.dtype)
+        model = models.place(models.load_model(source.model, source.weights, any_size=any_size), home, source.dtype)
     if recipe is not None:
         require_prunable(find_sites(model), recipe)
     return model
-
-
-def batches_of(model: nn.Module, source: Source) -> Any:
-    """The data of --calib as batches."""
-    with progress("reading the list of samples", None, ""):
-        return calibration_batches(model, source)
 
 
 def calibrated(
@@ -118,3 +122,87 @@ def amount(batches: Any) -> str:
     """How much data there is, in the unit that fits it."""
     tokens = getattr(batches, "tokens", None)
     return f"{batches.samples} images" if tokens is None else f"{batches.samples} sequences ({tokens} tokens)"
+
+
+def batches_of(model: nn.Module, source: Source) -> ImageBatches | text.TextBatches:
+    """The data of --calib, drawn by the seed, as batches that the model takes."""
+    with progress("reading the list of samples", None, ""):
+        kind = models.kind_of(model)
+        if kind == models.IMAGE:
+            refuse_labels(source.calib)
+            chosen = choose(list_images(source.calib), source.samples or source.images, source.seed)
+            transform, size = models.preprocessing_of(source.model, model), source.batch_size or IMAGE_BATCH
+            warn_of_odd_images(chosen)
+            return ImageBatches(chosen, transform, batch_size=size, max_bad=source.max_bad)
+        refuse_other(kind, model)
+        return text_batches(model, source, pack=kind == models.CAUSAL if source.text.pack is None else source.text.pack)
+
+
+def refuse_other(kind: str, model: nn.Module) -> None:
+    if kind == models.OTHER:
+        raise DataError(
+            f"{type(model).__name__} takes neither images alone nor texts alone, so a folder cannot feed it; "
+            "calibrate it from Python, with batches of your own: corp.calibrate(model, batches)"
+        )
+
+
+def refuse_labels(folders: list[Path]) -> None:
+    """Refuse a folder that holds labels, not images, and name one beside it that has images."""
+    for folder in folders:
+        suffixes = Counter(path.suffix.lower() for path in folder.rglob("*") if path.is_file())
+        if not suffixes or SUFFIXES & suffixes.keys() or not suffixes.keys() <= LABEL_FILES:
+            continue
+        beside = (entry for entry in sorted(folder.absolute().parent.iterdir()) if entry.is_dir())
+        images = next((e for e in beside if any(file.suffix.lower() in SUFFIXES for file in e.iterdir())), None)
+        remedy = f"--calib {images}" if images else "--calib with the folder of the images themselves"
+        what = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common(3))
+        raise DataError(f"{folder} holds labels ({what} files) and no images; try {remedy}")
+
+
+def warn_of_odd_images(paths: list[Path]) -> None:
+    """Warn if there are too few images for a stable fit, or if they look like label maps instead of photographs."""
+    if len(paths) < FEW_IMAGES:
+        warn(f"{len(paths)} images are too few for a fit that holds on more; give at least {FEW_IMAGES} with --calib")
+    with suppress(OSError, ValueError, DataError):  # unreadable images are dealt with where they are read
+        colours = [open_image(path).resize((64, 64), 0).getcolors(LABELS) for path in paths[:4]]
+        if all(found is not None for found in colours):
+            warn(
+                f"the images in {paths[0].parent} have at most {LABELS} colours each, as label maps do; "
+                "--calib takes the photographs themselves"
+            )
+
+
+def text_batches(model: nn.Module, source: Source, *, pack: bool) -> text.TextBatches:
+    """Sequences of the texts, drawn by seed: packed, or one document each."""
+    tokenizer = models.tokenizer_of(source.model, source.text.tokenizer)
+    length = sequence_length(model, tokenizer, source.text.seq_len)
+    wanted = source.samples or (text.SAMPLES if pack else DOCUMENTS)
+    make = text.packed if pack else text.one_per_document
+    batches = make(
+        source.calib,
+        tokenizer,
+        length=length,
+        samples=wanted,
+        seed=source.seed,
+        field=source.text.field,
+        chat=source.text.chat,
+        batch_size=source.batch_size or (sequences_per_batch(tokenizer, length) if pack else None),
+    )
+    if batches.samples < wanted and (pack or source.samples):
+        note(f"there is text for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}")
+    return batches
+
+
+def sequences_per_batch(tokenizer: Any, length: int) -> int:
+    """How many sequences keep both the tokens of a batch and its logits, one per word of the vocabulary, in bounds."""
+    return max(1, min(text.TOKENS_PER_BATCH, LOGITS // max(1, len(tokenizer))) // length)
+
+
+def sequence_length(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
+    """The length that was asked for, otherwise the paper's 2048; never more than the model's context."""
+    from corp.adapters import hf_models
+
+    context = hf_models.context_length(model, tokenizer)
+    if wanted is not None and context is not None and wanted > context:
+        raise DataError(f"--seq-len {wanted} is more than the model's context of {context} tokens")
+    return wanted or min(text.LENGTH, context or text.LENGTH)

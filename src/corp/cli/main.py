@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -13,102 +13,79 @@ from corp import __version__
 from corp.cli.console import heed_signals, ignore_signals, told
 
 
-class Entry(NamedTuple):
-    """One command: where its function is, what it does in one line, and how people call it."""
+class Entry:
+    """One command, in the module and function of its name: what it does in one line, and how people call it."""
 
-    place: str  # module:function below corp.cli
-    summary: str
-    examples: tuple[str, ...]
+    def __init__(self, summary: str, *examples: str) -> None:
+        self.summary, self.examples = summary, examples
 
 
 COMMANDS = {
     "prune": Entry(
-        "prune:prune",
         "Make a smaller model: calibrate on unlabelled images or texts, remove, compensate, save.",
-        (
-            "corp prune deit_tiny_patch16_224 --calib photos/ --target-macs 0.6 -o small/",
-            "corp prune hf:opt-125m/ --calib texts.jsonl --mlp 0.3 -o small/",
-            "corp prune deit_tiny_patch16_224 --stats stats/ --sparsity 0.5 --preset paper -o small/",
-        ),
+        "corp prune deit_tiny_patch16_224 --calib photos/ --target-macs 0.6 -o small/",
+        "corp prune hf:opt-125m/ --calib texts.jsonl --mlp 0.3 -o small/",
+        "corp prune deit_tiny_patch16_224 --stats stats/ --sparsity 0.5 --preset paper -o small/",
     ),
     "plan": Entry(
-        "plan:plan",
         "Show what pruning would keep and cost, site by site, without changing anything.",
-        (
-            "corp plan deit_tiny_patch16_224 --stats stats/ --target-macs 0.6",
-            "corp plan deit_tiny_patch16_224 --calib photos/ --sparsity 0.5 -o plan.json",
-        ),
+        "corp plan deit_tiny_patch16_224 --stats stats/ --target-macs 0.6",
+        "corp plan deit_tiny_patch16_224 --calib photos/ --sparsity 0.5 -o plan.json",
     ),
     "calibrate": Entry(
-        "calibrate:calibrate",
         "Collect the statistics that plan, prune, sweep and analyze need, once.",
-        (
-            "corp calibrate deit_tiny_patch16_224 --calib photos/ -o stats/",
-            "corp calibrate hf:opt-125m/ --calib texts.jsonl --samples 256 --memory 4GB -o stats/",
-        ),
+        "corp calibrate deit_tiny_patch16_224 --calib photos/ -o stats/",
+        "corp calibrate hf:opt-125m/ --calib texts.jsonl --samples 256 --memory 4GB -o stats/",
     ),
     "merge": Entry(
-        "merge:merge",
         "Add the statistics of several folders into one.",
-        ("corp merge stats-1/ stats-2/ -o stats/",),
+        "corp merge stats-1/ stats-2/ -o stats/",
     ),
     "sweep": Entry(
-        "sweep:sweep",
         "Try many recipes from one calibration, and measure each.",
-        ("corp sweep deit_tiny_patch16_224 --calib photos/ --data labelled/ --sparsity 0.1:0.7:0.1 -o sweep/",),
+        "corp sweep deit_tiny_patch16_224 --calib photos/ --data labelled/ --sparsity 0.1:0.7:0.1 -o sweep/",
     ),
     "eval": Entry(
-        "eval:evaluate",
         "Measure models on the same data: accuracy, perplexity, closeness to the dense model.",
-        (
-            "corp eval small/ --dense deit_tiny_patch16_224 --data labelled/",
-            "corp eval hf:opt-125m/ small/ --data test.txt",
-            "corp eval small/ --dense vit_small_patch14_dinov2 --head head.safetensors --data scenes/",
-        ),
+        "corp eval small/ --dense deit_tiny_patch16_224 --data labelled/",
+        "corp eval hf:opt-125m/ small/ --data test.txt",
+        "corp eval small/ --dense vit_small_patch14_dinov2 --head head.safetensors --data scenes/",
     ),
     "probe": Entry(
-        "probe:probe",
         "Fit a linear head for segmentation or depth on a frozen backbone, in closed form.",
-        ("corp probe vit_small_patch14_dinov2 --data scenes/ --image-size 336x448 -o head.safetensors",),
+        "corp probe vit_small_patch14_dinov2 --data scenes/ --image-size 336x448 -o head.safetensors",
     ),
     "analyze": Entry(
-        "analyze:analyze",
         "Show how redundant every layer is.",
-        ("corp analyze deit_tiny_patch16_224 --calib photos/ -o redundancy/",),
+        "corp analyze deit_tiny_patch16_224 --calib photos/ -o redundancy/",
     ),
     "bench": Entry(
-        "bench:bench",
         "Time models against the first of them, or a pruned folder against its dense model.",
-        ("corp bench small/", "corp bench deit_tiny_patch16_224 small/ --batch 8 --threads 1"),
+        "corp bench small/",
+        "corp bench deit_tiny_patch16_224 small/ --batch 8 --threads 1",
     ),
     "export": Entry(
-        "export:export",
         "Write a pruned model for use without corp: timm, transformers, ONNX, PT2, vLLM or GGUF.",
-        (
-            "corp export small/ --to onnx -o onnx-model/",
-            "corp export small/ --profile compat -o timm-model/",
-            "corp export small/ --to gguf -o gguf-model/",
-        ),
+        "corp export small/ --to onnx -o onnx-model/",
+        "corp export small/ --profile compat -o timm-model/",
+        "corp export small/ --to gguf -o gguf-model/",
     ),
     "inspect": Entry(
-        "inspect:inspect",
         "Show what can be pruned in a model, what cannot and why, or what was done to a saved folder.",
-        ("corp inspect deit_tiny_patch16_224", "corp inspect small/ --json"),
+        "corp inspect deit_tiny_patch16_224",
+        "corp inspect small/ --json",
     ),
     "check": Entry(
-        "check:check",
         "Check on data of yours that a pruned folder computes what its plan says.",
-        ("corp check small/ --calib photos/",),
+        "corp check small/ --calib photos/",
     ),
     "report": Entry(
-        "report:report",
         "Write one self-contained HTML page about runs: what was removed, what it cost, how to repeat it.",
-        ("corp report small/ sweep/ -o report.html",),
+        "corp report small/ sweep/ -o report.html",
     ),
     "demo": Entry(
-        "demo:demo",
         "Prune a built-in model at several sparsities; no download, about half a minute.",
-        ("corp demo",),
+        "corp demo",
     ),
 }
 
@@ -116,14 +93,12 @@ COMMANDS = {
 def load_command(name: str) -> Any:
     """The click command of a row of the table, with its module imported."""
     entry = COMMANDS[name]
-    module, _, function = entry.place.partition(":")
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     examples = "Examples:\n\n" + "\n".join(f"  {line}" for line in entry.examples)
-    alone.command(name, epilog=examples)(getattr(import_module(f"corp.cli.{module}"), function))
+    function = getattr(import_module(f"corp.cli.{name}"), "evaluate" if name == "eval" else name)
+    alone.command(name, epilog=examples)(function)
     made: Any = typer.main.get_command(alone)
-    for (
-        parameter
-    ) in made.params:  # --help shows MODEL, as the texts do, no type beside a switch, one of a list's values
+    for parameter in made.params:  # --help shows MODEL, no type beside a switch, and one of a list's values
         if parameter.param_type_name == "argument":
             parameter.metavar = parameter.name.upper()
         elif parameter.is_flag:

@@ -13,6 +13,7 @@ from corp.cli import early
 from corp.cli.console import command, note, progress, show_json
 from corp.cli.eval_dense import BATCH, parse_size, sized, whole_image
 from corp.cli.models import load_model, place
+from corp.data.dense import DensePairs, find_pairs
 from corp.evaluate.heads import IGNORE, HeadInfo, save_head
 from corp.evaluate.probe import fit_head
 
@@ -38,8 +39,6 @@ def probe(
     json: a.Json = False,
 ) -> None:
     """Fit a linear head on MODEL's frozen features, in closed form (ridge regression), and save it."""
-    from corp.data.dense import DensePairs, find_pairs
-
     info = HeadInfo(task, blocks, ignore, parse_size(image_size))
     early.require_output_file(out, overwrite=overwrite)
     early.require_paths("--data", data)

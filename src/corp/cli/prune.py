@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from corp.cli import arguments as a
 from corp.cli import early
-from corp.cli.console import command, in_flags, note, progress, show_json, show_table
+from corp.cli.console import Console, command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError, StorageError
+from corp.errors import DataError, ModelError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
 
     from corp.calibration.batches import Forward
-    from corp.cli.rows import Evaluated
+    from corp.calibration.settings import Settings
     from corp.planning.report import Report
     from corp.sites import Sites
     from corp.steps.result import Result
@@ -105,19 +105,20 @@ def prune(
 
     settings = collection.settings()
     if stream:
-        from corp.cli.streamed import prune_streamed, require_alone
-
-        require_alone({
+        whole = {
             "--stats": stats, "--for": program, "--eval-data": eval_data, "--deploy-data": deployment.deploy_data,
             "--head": head, "--image-size": image_size, "--overwrite": overwrite,
-        })  # fmt: skip
-        prune_streamed(source, recipe, settings, None if dry_run else out, None if json else show_report)
+        }  # fmt: skip
+        if odd := [option for option, value in whole.items() if value]:
+            raise DataError(f"--stream holds one block at a time, so it cannot be combined with {odd[0]}")
+        _prune_streamed(source, recipe, settings, None if dry_run else out, json=json)
         return
     known = None if stats is None else Statistics.load(stats)
     dense = inputs.opened(source, any_size=in_use)
     exports = None if program is None else Exports(dense)
     recipe = recipe if exports is None or program is None else exports.recipe_for(program, recipe)
-    batches, forward = None, None
+    batches: Any = None
+    forward: Forward | None = None
     if in_use:
         from corp.cli.eval_dense import used_with
 
@@ -153,8 +154,14 @@ def prune(
     content: dict[str, Any] = {}
     show = None
     if eval_data:
-        loaded = {source.model: dense, str(out): result.model}
-        content, show = before_and_after(loaded, eval_data, eval_samples, source, head, image_size)
+        from corp.cli.eval import measured
+        from corp.cli.evaluation import Evaluation
+
+        wanted = Evaluation(
+            eval_data, samples=eval_samples, seed=source.seed, head=head, image_size=image_size,
+            text=source.text, max_bad=source.max_bad, batch_size=source.batch_size,
+        )  # fmt: skip
+        content, show = measured({source.model: dense, str(out): result.model}, wanted)
     if json:
         evaluation = {"evaluation": content} if content else {}
         show_json({"output": str(out), **result.report.to_dict(), **content_of(shift), **evaluation})
@@ -177,37 +184,51 @@ def told(exports: Exports, recipe: Recipe) -> str:
 
 def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, overwrite: bool) -> None:
     """Save the result with the tokenizer or preprocessing that belongs to it; say so if there is none."""
-    from corp.cli.models import companion_places, lacking_companions
+    from corp.cli.models import lacking_companions
     from corp.storage import folder as storage
 
-    places = companion_places(source.model, dense, source.text.tokenizer)
-    line = shlex.join(["corp", *sys.argv[1:]])
     with progress(f"saving {out}", None, ""):
-        storage.save(result, out, overwrite=overwrite, command=line, companions=places)
+        storage.save(result, out, overwrite=overwrite, **_record(source, dense))
     if lacking := lacking_companions(dense, out):
         note(lacking)
 
 
-def before_and_after(
-    loaded: dict[str, nn.Module],
-    data: list[Path],
-    samples: int | None,
-    source: a.Source,
-    head: Path | None = None,
-    image_size: str | None = None,
-) -> Evaluated:
-    """What corp eval says of the two models, and how to show it."""
-    from corp.cli import eval_dense, eval_images, eval_text
-    from corp.cli.models import IMAGE, kind_of
+def _record(source: a.Source, dense: nn.Module) -> dict[str, Any]:
+    """What goes into the folder beside the result: this command line, and where tokenizers may be."""
+    from corp.cli.models import companion_places
 
-    if head is not None:
-        options = eval_dense.Options(None, head, data, image_size=image_size, samples=samples, seed=source.seed)
-        return eval_dense.evaluate_dense(loaded, options)
-    if kind_of(next(iter(loaded.values()))) == IMAGE:
-        size, seed = source.batch_size, source.seed
-        return eval_images.evaluate_images(loaded, data, None, samples, size, seed, source.max_bad)
-    texts = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    return eval_text.evaluate_texts(loaded, texts)
+    places = companion_places(source.model, dense, source.text.tokenizer)
+    return {"command": shlex.join(["corp", *sys.argv[1:]]), "companions": places}
+
+
+def _prune_streamed(source: a.Source, recipe: Recipe, settings: Settings, out: Path | None, *, json: bool) -> None:
+    """Prune block by block into `out`; without it, only say how much memory that takes."""
+    from corp.cli import inputs
+    from corp.cli.models import DTYPES, HF, chosen_device, lacking_companions
+    from corp.io.observer import SILENT
+    from corp.steps.run import Run
+    from corp.storage.streamed.presence import open_folder
+    from corp.storage.streamed.prune import estimate_opened, prune_opened
+
+    if source.weights is not None:
+        raise ModelError("--stream reads the weights beside the config in the model's folder: leave --weights out")
+    dtype = None if source.dtype == "auto" else DTYPES[source.dtype]
+    opened = open_folder(source.model.removeprefix(HF), device=chosen_device(source.device), dtype=dtype)
+    batches = inputs.batches_of(opened.model, source)
+    if out is None:
+        need = estimate_opened(opened, Run(batches, None, settings, None, SILENT), recipe)
+        show_json({**need._asdict(), "memory": need.total}) if json else note(need.line())
+        return
+    run = Run(batches, None, settings, inputs.origin_of(source, opened.model, batches), Console())
+    report = prune_opened(opened, run, recipe, out, **_record(source, opened.model))
+    inputs.tell_skipped(batches)
+    if lacking := lacking_companions(opened.model, out):
+        note(lacking)
+    if json:
+        show_json({"output": str(out), **report.to_dict()})
+        return
+    show_report(report)
+    note(f"saved to {out}, load it with corp.load({str(out)!r})")
 
 
 def show_report(report: Report) -> None:

@@ -16,7 +16,7 @@ from corp.evaluate.sweep import RESULT
 from corp.io.files import file_in, read_json, write_text
 from corp.planning.plan import Plan
 from corp.planning.report import Report
-from corp.report.html import Cell, Chart, Run, Study, page
+from corp.report.html import Cell, Run, Study, curves, page
 from corp.report.svg import Series
 from corp.report.sweeps import METRICS, decimals, lines, number, percents
 from corp.storage.folder import MANIFEST, PLAN, REPORT, read_manifest
@@ -97,7 +97,7 @@ def sweep_study(name: str, rows: Any) -> Study:
     if not known:
         raise StorageError(f"{name} does not hold corp sweep's rows; give {WANTED}")
     charts = [
-        Chart(shown.title, shown.axis, series, percents if shown.share else decimals)
+        curves(shown.title, shown.axis, series, percents if shown.share else decimals)
         for metric, shown in METRICS.items()
         if (series := [Series(label, points) for label, points in lines(rows, metric).items()])
     ]
@@ -117,7 +117,7 @@ def demo_study(content: Mapping[str, Any]) -> Study:
     for key, label in DEMO_LABELS.items():
         points = [(number(row.get("sparsity")), number(row.get(key))) for row in rows]
         series.append(Series(label, [(0.0, dense), *((x, y) for x, y in points if x is not None and y is not None)]))
-    chart = Chart("Accuracy without any training after pruning", "top-1 accuracy", series, percents)
+    chart = curves("Accuracy without any training after pruning", "top-1 accuracy", series, percents)
     columns = ("sparsity", "params", "macs", *DEMO_LABELS)
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     counted = f"{content.get('model')}: accuracy on {content.get('images')} unseen images; dense {dense:.1%}."

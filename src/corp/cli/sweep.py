@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -18,19 +17,18 @@ from corp.calibration.batches import without_cache
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import arguments as a
-from corp.cli import early, eval_text
-from corp.cli.console import command, note, progress, show_json, show_table
-from corp.cli.eval_images import find_labels
+from corp.cli import early, eval_images, eval_text
+from corp.cli.console import Console, command, note, progress, show_json, show_table
+from corp.cli.evaluation import Evaluation
 from corp.cli.expand import expanded
-from corp.cli.inputs import tell_skipped
+from corp.cli.inputs import batches_of, origin_of, refuse_other, tell_skipped
 from corp.cli.models import IMAGE, chosen_device, kind_of, load_model, place, tokenizer_of
-from corp.cli.recipes import parse_number
-from corp.cli.sources import IMAGE_BATCH, calibration_batches, image_batches, refuse_other
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
 from corp.evaluate.run import judged
-from corp.evaluate.sweep import Grid, Row, Sweep
+from corp.evaluate.sweep import Row, Sweep
+from corp.io.files import write_json
 from corp.io.tables import write_csv
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS
@@ -90,24 +88,23 @@ def sweep(
     """
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
-    grid = Grid(
-        parse_range(sparsity),
-        kinds.split(","),
-        preset.split(","),
-        rank.split(","),
-        compensate.split(","),
-        _numbers(ridge, float, "--ridge"),
-    )
-    recipes = grid.recipes()
+    recipes = sweeping.grid(
+        parse_range(sparsity), kinds.split(","), presets=preset.split(","), ranks=rank.split(","),
+        compensations=compensate.split(","), ridges=_numbers(ridge, float, "--ridge"),
+    )  # fmt: skip
     early.require_source(source, stats)
     early.require_paths("--data", data or [])
     if out is not None:
         import_module("matplotlib")  # missing: said before the work, not after it
     source = replace(source, images=IMAGES)
     dense = place(load_model(source.model, source.weights), source.device, source.dtype)
-    judge = _evaluation(dense, source, data, labels, eval_samples) if data else None
+    asked = Evaluation(
+        data or [], labels, eval_samples, source.seed, text=source.text, max_bad=source.max_bad,
+        batch_size=source.batch_size,
+    )  # fmt: skip
+    judge = _judge(dense, source, asked) if data else None
     found = Statistics.load(stats) if stats else None
-    batches = None if found else calibration_batches(dense, source)
+    batches = None if found else batches_of(dense, source)
     sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [batches.samples if batches else 0]
     if batches:
         sweeping.check_sizes(sizes, batches.samples)
@@ -122,7 +119,7 @@ def sweep(
         "corp": __version__,
         "torch": torch.__version__,
     }
-    asked = {
+    cases = {
         "recipes": [recipe.to_dict() for recipe in recipes],
         "sizes": sizes,
         "tokens": collection.sample_tokens,
@@ -130,7 +127,7 @@ def sweep(
         "calibration data": [found.samples, found.origin.get("data fingerprint")] if found else _identity(batches),
         "evaluation data": None if judge is None else [*_identity(judge.batches), labels],
     }
-    with sweeping.working_folder(out, {**about, **asked}, fresh=fresh) as folder:
+    with sweeping.working_folder(out, {**about, **cases}, fresh=fresh) as folder:
         run = Sweep(dense, recipes, judge.evaluate if judge else None, folder)
         settings = collection.settings()
         calibration = _run(run, source, found, batches, sizes, settings)
@@ -167,11 +164,12 @@ def _run(
     if stats is not None:
         every = [(stats, None)]
     elif run.folder is not None:
-        data, how = [str(path) for path in source.calib], batches.describe()
-        origin = {"model": source.model, "data": data, "seed": source.seed, "preprocessing": how}
-        options: dict[str, Any] = {"seed": source.seed, "origin": origin, "settings": settings}
-        with progress("calibrating", sizes[-1], "samples") as advance, without_cache(run.dense):
-            parts = sweeping.statistics_of_sizes(run.dense, batches, sizes, run.folder, **options, progress=advance)
+        origin = origin_of(source, run.dense, batches)
+        with without_cache(run.dense):
+            parts = sweeping.statistics_of_sizes(
+                run.dense, batches, sizes, run.folder, seed=source.seed, origin=origin, settings=settings,
+                observer=Console(),
+            )  # fmt: skip
             every = list(parts)
     for part, _ in every:
         with progress(f"sweeping ({part.samples} samples)", len(run.recipes), "recipes") as advance:
@@ -179,34 +177,23 @@ def _run(
     return {part.samples: seconds for part, seconds in every}
 
 
-def _evaluation(dense: nn.Module, source: a.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
-    """How good several models are on the images or texts, in one pass over them."""
+def _judge(dense: nn.Module, source: a.Source, asked: Evaluation) -> Judge:
+    """How several models are measured on the images or texts, in one pass over them."""
     kind = kind_of(dense)
     if kind == IMAGE:
-        return _on_images(dense, source, data, labels, samples)
+        images, batches = eval_images.image_batches({source.model: dense}, asked)
+        return Judge(lambda models: [_measured(s.intervals()) for s in judged(models, Score, batches, dense)], images)
     refuse_other(kind, dense)
-    if labels is not None:
+    if asked.labels is not None:
         raise DataError("--labels are for images; texts have none")
-    options = eval_text.Options(data, samples, source.batch_size, source.seed, source.text)
-    batches = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, options)
+    texts = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, asked)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
         others = [model for model in models if model is not dense]
-        metrics = eval_text.judge(kind, [dense, *others], batches)
+        metrics = eval_text.judge(kind, [dense, *others], texts)
         return [_measured(metric.intervals()) for metric in metrics[-len(models) :]]
 
-    return Judge(evaluate, batches)
-
-
-def _on_images(dense: nn.Module, source: a.Source, data: list[Path], labels: str | None, samples: int | None) -> Judge:
-    from corp.data.images import list_images
-    from corp.data.labels import LabelledBatches
-
-    count, size = samples or len(list_images(data)), source.batch_size or IMAGE_BATCH
-    images = image_batches(dense, data, count, source.seed, size, source.max_bad, name=source.model)
-    found = find_labels(labels, data, source.model, dense)
-    batches = images if found is None else LabelledBatches(images, found)
-    return Judge(lambda models: [_measured(s.intervals()) for s in judged(models, Score, batches, dense)], images)
+    return Judge(evaluate, texts)
 
 
 def _measured(intervals: dict[str, Interval | None]) -> Row:
@@ -219,7 +206,7 @@ def _measured(intervals: dict[str, Interval | None]) -> Row:
 
 
 def _write(folder: Path, content: dict[str, Any]) -> None:
-    (folder / sweeping.RESULT).write_text(json_.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / sweeping.RESULT, content)
     write_csv(folder / TABLE, content["rows"], first="samples")
     draw(content["rows"], content["dense"], folder, content["model"])
 
@@ -257,4 +244,4 @@ def parse_range(text: str) -> list[float]:
 
 
 def _numbers(text: str, kind: type, option: str) -> list[Any]:
-    return [parse_number(part, kind, option) for part in text.split(",")]
+    return [a.parse_number(part, kind, option) for part in text.split(",")]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from corp.data.files import Documents
+from corp.data.files import Documents, JsonLines
+from corp.data.tables import Column
 from corp.errors import DataError
 
 Message: TypeAlias = dict[str, str]
@@ -22,22 +22,10 @@ PAIRS = (
 ROLES = {"human": "user", "gpt": "assistant"}  # as some collections call them
 
 
-class Records(Protocol):
-    """Records by number; `where` is what messages call one of them."""
-
-    path: Path
-
-    def __len__(self) -> int: ...
-
-    def record(self, number: int) -> Mapping[str, Any]: ...
-
-    def where(self, number: int) -> str: ...
-
-
 class Chats(Documents):
     """Every record of a source as one text, as the model would see the conversation."""
 
-    def __init__(self, source: Records, template: Callable[[list[Message]], str]) -> None:
+    def __init__(self, source: JsonLines | Column, template: Callable[[list[Message]], str]) -> None:
         self.source, self.template, self.path = source, template, source.path
 
     def __len__(self) -> int:

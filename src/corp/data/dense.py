@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from corp.data.images import Transform, list_images, open_image
 from corp.errors import DataError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 IMAGES, MAPS = "images", ("labels", "annotations", "masks", "depths", "depth")  # folders of one layout
+BICUBIC = 3  # as Pillow numbers its filters
 SUFFIX = "annot"  # of the folder of maps in the other: train/ and trainannot/
 
 
@@ -65,6 +69,8 @@ def _map_of(image: Path, place: Path) -> Path | None:
 
 def read_target(path: Path) -> Tensor:
     """A map (H, W): numbers of a .npy file, or the values or palette indices of a one-channel .png."""
+    from PIL import Image
+
     try:
         if path.suffix == ".npy":
             content = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a lying header allocates nothing
@@ -86,9 +92,9 @@ class WholeImage:
     def __init__(self, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> None:
         self.size, self.mean, self.std = tuple(size), tuple(mean), tuple(std)
 
-    def __call__(self, image: Image.Image) -> Tensor:
+    def __call__(self, image: Image) -> Tensor:
         height, width = self.size
-        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        resized = image.convert("RGB").resize((width, height), BICUBIC)
         pixels = torch.from_numpy(np.array(resized, dtype=np.float32) / 255).movedim(-1, 0)  # (3, h, w)
         return (pixels - torch.tensor(self.mean)[:, None, None]) / torch.tensor(self.std)[:, None, None]
 

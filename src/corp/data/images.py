@@ -9,18 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from corp.data.files import files_below
 from corp.errors import DataError
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
 THREADS = 2  # that decode ahead of the model
 MOST_PIXELS = 2**27  # 400 MB in RGB; no camera takes more, but a file of a few bytes may claim it
-Transform = Callable[[Image.Image], Tensor]
+Transform: TypeAlias = "Callable[[Image.Image], Tensor]"
 
 
 def list_images(folders: Sequence[str | Path]) -> list[Path]:
@@ -44,6 +47,8 @@ def choose(paths: Sequence[Path], samples: int | None, seed: int) -> list[Path]:
 
 def open_image(path: Path) -> Image.Image:
     """The image in RGB; one whose header claims more pixels than any photograph has is not decoded."""
+    from PIL import Image  # texts do not need it
+
     with Image.open(path) as image:
         if image.width * image.height > MOST_PIXELS:
             raise DataError(f"{image.width} x {image.height} pixels are more than the {MOST_PIXELS} that are decoded")

@@ -136,7 +136,7 @@ def packed(
         if len(ids) >= samples * length:
             break
     spans = _windows(len(ids), length, length)[:samples]
-    return _batches(ids, spans, paths, tokenizer, f"packed into {len(spans)} x {length} tokens", length, batch_size)
+    return _batches(ids, spans, tokenizer, f"packed into {len(spans)} x {length} tokens", length, batch_size)
 
 
 def one_per_document(
@@ -160,9 +160,7 @@ def one_per_document(
     template = template_of(tokenizer) if chat else None
     sources = open_documents(paths, field=field, lines=True, piece=WHOLE_PIECE, template=template)
     texts = (text for text, _ in in_order(sources)) if samples is None else drawn(sources, seed)
-    return of_texts(
-        texts, tokenizer, length=length, samples=samples, batch_size=batch_size, bos=bos, origin=paths, special=not chat
-    )
+    return of_texts(texts, tokenizer, length=length, samples=samples, batch_size=batch_size, bos=bos, special=not chat)
 
 
 def of_texts(
@@ -173,7 +171,6 @@ def of_texts(
     samples: int | None = None,
     batch_size: int | None = None,
     bos: bool = False,
-    origin: Sequence[str | Path] = (),
     special: bool = True,
 ) -> TextBatches:
     """One sequence per text; texts that hold nothing but white space are left out.
@@ -194,7 +191,7 @@ def of_texts(
             break
     longest = max((span.end - span.start for span in spans), default=0)
     what = f"one document per sequence, {len(spans)} of at most {length} tokens"
-    return _batches(ids, spans, origin, tokenizer, what, longest, batch_size)
+    return _batches(ids, spans, tokenizer, what, longest, batch_size)
 
 
 def windows(
@@ -222,7 +219,7 @@ def windows(
     for tokens in _joined(in_order(sources), tokenizer):
         ids.extend(tokens)
     what = f"windows of {length} tokens every {step}"
-    return _batches(ids, _windows(len(ids), length, step), paths, tokenizer, what, length, batch_size)
+    return _batches(ids, _windows(len(ids), length, step), tokenizer, what, length, batch_size)
 
 
 def _windows(count: int, length: int, step: int) -> list[Span]:
@@ -260,19 +257,10 @@ def _encode(tokenizer: Tokenizer, text: str, *, special: bool = True, length: in
 
 
 def _batches(
-    ids: array[int],
-    spans: Sequence[Span],
-    paths: Sequence[str | Path],
-    tokenizer: Tokenizer,
-    what: str,
-    length: int,
-    batch_size: int | None,
+    ids: array[int], spans: Sequence[Span], tokenizer: Tokenizer, what: str, length: int, batch_size: int | None
 ) -> TextBatches:
     if not spans:
-        raise DataError(
-            f"there is no text in {', '.join(map(str, paths)) or 'what was given'}: only white space; "
-            "field=NAME reads another field"
-        )
+        raise DataError("there is no text, only white space; field=NAME reads another field")
     fallbacks = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # what stands under the mask changes nothing
     pad = next(token for token in fallbacks if token is not None)
     size = batch_size or max(1, TOKENS_PER_BATCH // max(1, length))

@@ -6,11 +6,11 @@ must give the same number: one runs the narrowed modules, the other never does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,6 @@ from corp.sites import (
     AttentionSite,
     LinearSite,
     MLPSite,
-    Rows,
     Site,
     ValueSite,
     fingerprint,
@@ -89,34 +88,14 @@ def check(
         raise PlanError("the dense model has other weights than the one that was pruned; give that one")
     sites = find_sites(dense)
     stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
-    epsilon = torch.finfo(next(pruned.parameters()).dtype).eps ** ACCUMULATED
     both = Both(dense, pruned, sites, stats, plan)
     checked = []
     with evaluating(dense), evaluating(pruned), torch.no_grad():
         for group in match(sites, plan):
             for site, site_plan in group:
-                if isinstance(site, MLPSite) and site.experts and not stats.moments_of(site.name).total().n:
-                    continue  # no token of these batches is routed to it
-                rows = both.rows(site)
-                expected = errors_in(both, site, site_plan)
-                if expected is None:
-                    continue
-                narrow = _narrowed(site, rows)
-                swap = partial(_swapped, dense, _modules(dense, pruned, site, narrow, site_plan))
-                if isinstance(site, AttentionSite):
-                    errors = LogitErrors(site, site_plan, weighted=both.weighted)
-                    measured = _logit_error(dense, site, narrow, swap, errors, batches, forward)
-                    energy = errors.energy(stats)
-                else:
-                    measured = _output_error(dense, pruned, site, narrow, swap, batches, forward)
-                    moments = stats.moments_of(site.name).total()
-                    W = projection_at(dense, site.down).weight.cpu().double()
-                    energy = output_energy(W, moments.mean, moments.cov())
-                estimated = 0.0
-                if isinstance(site, AttentionSite) and site.norm is not None and rows is not None:
-                    estimated = normed_errors(both, site, rows, site_plan)[1]
-                finding = Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
-                checked.append(Checked(site_plan.relative_error, finding))
+                finding = _Trial(both, site, site_plan, batches, forward).finding()
+                if finding is not None:
+                    checked.append(Checked(site_plan.relative_error, finding))
             if progress:
                 progress(1)
     return checked
@@ -133,102 +112,111 @@ def require_equal(checked: Sequence[Checked]) -> None:
         )
 
 
-def _narrowed(site: Site, rows: dict[str, Rows] | None) -> Site:
-    """The site as it is in the pruned model."""
-    if isinstance(site, MLPSite) or rows is None:
-        return site
-    return replace(site, v=rows["v"]) if isinstance(site, ValueSite) else replace(site, q=rows["q"], k=rows["k"])
+class _Trial:
+    """One site of the dense model, narrowed alone, so that it gets the inputs that the dense model gives it."""
 
+    def __init__(self, both: Both, site: Site, plan: SitePlan, batches: Sequence[Any], forward: Forward | None) -> None:
+        self.both, self.site, self.plan, self.batches, self.forward = both, site, plan, batches, forward
+        self.rows = both.rows(site)
+        self.narrow = site  # as it is in the pruned model
+        if isinstance(site, ValueSite) and self.rows is not None:
+            self.narrow = replace(site, v=self.rows["v"])
+        elif isinstance(site, AttentionSite) and self.rows is not None:
+            self.narrow = replace(site, q=self.rows["q"], k=self.rows["k"])
 
-Swap: TypeAlias = Callable[[], AbstractContextManager[None]]
-
-
-def _modules(dense: nn.Module, pruned: nn.Module, site: Site, narrow: Site, plan: SitePlan) -> dict[str, nn.Module]:
-    """The narrowed modules of one site, and of no other, by the names of those in whose places they go."""
-    if isinstance(narrow, MLPSite) or isinstance(site, MLPSite):
-        return {name: pruned.get_submodule(name) for name in layers_of(site)}
-    parts: Parts = {}
-    if isinstance(narrow, ValueSite):
-        parts["v"] = rows_of(pruned, narrow.v)
-    else:
-        parts |= {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
-        if narrow.rotary:
-            parts["kept"] = torch.stack(plan.indices())
-        if narrow.norm is not None:
-            parts["norms"] = [pruned.get_submodule(name) for name in (narrow.norm.q, narrow.norm.k)]
-    if site.padded:
-        new: dict[str, nn.Module] = site.build.layers(dense, parts)
-    else:
-        new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
-    if isinstance(site, ValueSite):  # behind the attention: its output projection may be inside of that
-        new[site.down] = pruned.get_submodule(site.down)
-    return new
-
-
-@contextmanager
-def _swapped(dense: nn.Module, new: dict[str, nn.Module]) -> Iterator[None]:
-    """Inside, the dense model has these modules in the places of its own."""
-    before = {name: dense.get_submodule(name) for name in new}
-    try:
-        for name, module in new.items():
-            dense.set_submodule(name, module)
-        yield
-    finally:
-        for name in new:
-            dense.set_submodule(name, before[name])
-
-
-def _output_error(
-    dense: nn.Module,
-    pruned: nn.Module,
-    site: LinearSite,
-    narrow: Site,
-    swap: Swap,
-    batches: Iterable[Any],
-    forward: Forward | None,
-) -> float:
-    """E||y - y'||^2 over real tokens, y' being what the narrowed modules make of the dense model's own input."""
-    assert not isinstance(narrow, AttentionSite)
-    old, new = (projection_at(model, site.down) for model in (dense, pruned))
-    total, tokens = 0.0, 0
-    for batch in batches:
-        given = Inputs.of(site)
-        with given.recorded(dense):
-            x = _inputs(dense, site, batch, forward)
-        if not len(x):
-            continue
-        with swap(), given.replayed(dense):
-            x_new = _inputs(dense, narrow, batch, forward)
-        if isinstance(site, ValueSite) and site.padded:
-            y, y_new = F.linear(x, *old), pruned.get_submodule(site.down)(x_new)  # which picks what is left
+    def finding(self) -> Finding | None:
+        """The error that the sums predict, and the one that is measured; None where nothing can be compared."""
+        both, site, estimated = self.both, self.site, 0.0
+        if isinstance(site, MLPSite) and site.experts and not both.stats.moments_of(site.name).total().n:
+            return None  # no token of these batches is routed to it
+        expected = errors_in(both, site, self.plan)
+        if expected is None:
+            return None
+        if isinstance(site, AttentionSite):
+            errors = LogitErrors(site, self.plan, weighted=both.weighted)
+            self._add_logits(site, errors)
+            measured, energy = errors.total, errors.energy(both.stats)
+            if site.norm is not None and self.rows is not None:
+                estimated = normed_errors(both, site, self.rows, self.plan)[1]
         else:
-            y, y_new = (F.linear(part, *layer) for part, layer in ((x, old), (x_new, new)))
-        total += float((y.double() - y_new.double()).square().sum())
-        tokens += len(y)
-    return total / max(1, tokens)
+            measured = self._output_error(site)
+            moments = both.stats.moments_of(site.name).total()
+            W = projection_at(both.dense, site.down).weight.cpu().double()
+            energy = output_energy(W, moments.mean, moments.cov())
+        epsilon = torch.finfo(next(both.pruned.parameters()).dtype).eps ** ACCUMULATED
+        return Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
 
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The narrowed modules of this site, and of no other, by the names of those in whose places they go."""
+        (dense, pruned, *_), site, narrow = self.both, self.site, self.narrow
+        if isinstance(narrow, MLPSite) or isinstance(site, MLPSite):
+            return {name: pruned.get_submodule(name) for name in layers_of(site)}
+        parts: Parts = {}
+        if isinstance(narrow, ValueSite):
+            parts["v"] = rows_of(pruned, narrow.v)
+        else:
+            parts |= {"q": rows_of(pruned, narrow.q), "k": rows_of(pruned, narrow.k)}
+            if narrow.rotary:
+                parts["kept"] = torch.stack(self.plan.indices())
+            if narrow.norm is not None:
+                parts["norms"] = [pruned.get_submodule(name) for name in (narrow.norm.q, narrow.norm.k)]
+        if site.padded:
+            new: dict[str, nn.Module] = site.build.layers(dense, parts)
+        else:
+            new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
+        if isinstance(site, ValueSite):  # behind the attention: its output projection may be inside of that
+            new[site.down] = pruned.get_submodule(site.down)
+        return new
 
-def _logit_error(
-    dense: nn.Module,
-    site: AttentionSite,
-    narrow: Site,
-    swap: Swap,
-    errors: LogitErrors,
-    batches: Iterable[Any],
-    forward: Forward | None,
-) -> float:
-    """The squared difference of all logits."""
-    assert isinstance(narrow, AttentionSite)
-    heads = rotated_heads_at if site.rotary and not site.padded else heads_at
-    for batch in batches:
-        once, given = partial(feed, dense, batch, forward), Inputs.of(site)
-        with given.recorded(dense):
-            before = heads_at(dense, site, once)
-        with swap(), given.replayed(dense):
-            after = heads(dense, site if site.padded else narrow, once)  # padded ones are as wide as before
-        for call in zip(before, after, strict=True):
-            errors.add(*call)
-    return errors.total
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Inside, the dense model has the narrowed modules in the places of its own."""
+        dense = self.both.dense
+        before = {name: dense.get_submodule(name) for name in self.modules}
+        try:
+            for name, module in self.modules.items():
+                dense.set_submodule(name, module)
+            yield
+        finally:
+            for name, module in before.items():
+                dense.set_submodule(name, module)
+
+    def _output_error(self, site: LinearSite) -> float:
+        """E||y - y'||^2 over real tokens, y' being what the narrowed modules make of the dense model's own input."""
+        dense, pruned, narrow = self.both.dense, self.both.pruned, self.narrow
+        assert not isinstance(narrow, AttentionSite)
+        old, new = (projection_at(model, site.down) for model in (dense, pruned))
+        total, tokens = 0.0, 0
+        for batch in self.batches:
+            given = Inputs.of(site)
+            with given.recorded(dense):
+                x = _inputs(dense, site, batch, self.forward)
+            if not len(x):
+                continue
+            with self._swapped(), given.replayed(dense):
+                x_new = _inputs(dense, narrow, batch, self.forward)
+            if isinstance(site, ValueSite) and site.padded:
+                y, y_new = F.linear(x, *old), pruned.get_submodule(site.down)(x_new)  # which picks what is left
+            else:
+                y, y_new = (F.linear(part, *layer) for part, layer in ((x, old), (x_new, new)))
+            total += float((y.double() - y_new.double()).square().sum())
+            tokens += len(y)
+        return total / max(1, tokens)
+
+    def _add_logits(self, site: AttentionSite, errors: LogitErrors) -> None:
+        """Add the logits of all batches, before and after, to `errors`."""
+        dense, narrow = self.both.dense, self.narrow
+        assert isinstance(narrow, AttentionSite)
+        heads = rotated_heads_at if site.rotary and not site.padded else heads_at
+        for batch in self.batches:
+            once, given = partial(feed, dense, batch, self.forward), Inputs.of(site)
+            with given.recorded(dense):
+                before = heads_at(dense, site, once)
+            with self._swapped(), given.replayed(dense):
+                after = heads(dense, site if site.padded else narrow, once)  # padded ones are as wide as before
+            for call in zip(before, after, strict=True):
+                errors.add(*call)
 
 
 def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | None) -> Tensor:

@@ -21,7 +21,6 @@ class Score:
     labelled: int = 0
     first: int = 0
     five: int = 0
-    paired: int = 0
     gained: int = 0  # right where the dense model is wrong
     lost: int = 0  # wrong where the dense model is right
 
@@ -56,7 +55,6 @@ class Score:
         self.five += int(hits.any(1).sum())
         if dense is not None:
             before = dense.topk(1, dim=1).indices[:, 0] == labels
-            self.paired += len(labels)
             self.gained += int((right & ~before).sum())
             self.lost += int((before & ~right).sum())
 
@@ -66,7 +64,7 @@ class Score:
         return {
             "top1": wilson(self.first, labelled) if labelled else None,
             "top5": wilson(self.five, labelled) if labelled else None,
-            "top1_difference": paired_difference(self.gained, self.lost, self.paired) if self.paired else None,
+            "top1_difference": paired_difference(self.gained, self.lost, labelled) if labelled and compared else None,
             "agreement": wilson(self.agreeing, compared) if compared else None,
             "kl": self.divergence.interval() if compared else None,
         }

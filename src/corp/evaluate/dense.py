@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import sqrt
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,6 @@ def pooled(parts: Tensor, wholes: Tensor) -> Estimate:
     return Estimate(float(ratios.mean()), ((x - ratios * n) / total).mean(1))
 
 
-class MapMetric(Protocol):
-    """Sums per image."""
-
-    def add(self, prediction: Tensor, target: Tensor) -> None:
-        """Add predicted maps (B, K, h, w), which are resized to the targets (B, H, W)."""
-
-    def estimates(self) -> dict[str, Estimate]:
-        """The scores over all images so far."""
-
-
 class Depth:
     """RMSE, absolute relative error and δ1–δ3: the share of pixels with max(p/t, t/p) < 1.25, 1.25², 1.25³.
 
@@ -67,6 +57,7 @@ class Depth:
         self.medians: list[tuple[float, float]] = []
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
+        """Add predicted maps (B, 1, h, w), which are resized to the targets (B, H, W)."""
         if prediction.shape[1] != 1:
             raise ModelError(f"a depth head has one channel, this one {prediction.shape[1]}")
         for p, t in zip(fitted(prediction, target)[:, 0].double(), target.to(prediction.device).double(), strict=True):
@@ -126,6 +117,7 @@ class Segmentation:
         return prediction.argmax(1) if self.channels > 1 else (prediction[:, 0] > 0).long()
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
+        """Add predicted maps (B, K, h, w), which are resized to the targets (B, H, W)."""
         found = self.labels(fitted(prediction, target))
         for p, t in zip(found, target.to(found), strict=True):
             counted = t != self.ignore
@@ -152,6 +144,9 @@ class Segmentation:
             "miou": pooled(both[:, first:], either[:, first:]),
             "pixel_accuracy": pooled(both.sum(1, keepdim=True), labelled.sum(1, keepdim=True)),
         }
+
+
+MapMetric: TypeAlias = Depth | Segmentation  # sums per image
 
 
 class MapScore:
@@ -181,7 +176,7 @@ class MapScore:
         return Depth() if self.task == DEPTH else Segmentation(channels, ignore)
 
 
-M = TypeVar("M", bound=MapMetric)
+M = TypeVar("M", Depth, Segmentation)
 
 
 def evaluate_maps(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]], metric: M) -> M:

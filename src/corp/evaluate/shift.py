@@ -12,8 +12,9 @@ proofs: with V, c, M the calibrated fits, starred ones the best on the deploymen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from corp.adapters.registry import find_sites
 from corp.calibration.grams import Grams
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
-from corp.evaluate.shift_result import Shift, SiteShift
+from corp.io.tables import text_table
 from corp.numerics import affine, logit, rotary, subspace, values
 from corp.numerics.kronecker import norm_bound
 from corp.numerics.linalg import mean_diagonal, solve_vanishing
@@ -37,6 +38,80 @@ from corp.surgery.apply import match
 from corp.surgery.opened import opened
 
 TINY = torch.finfo(torch.float64).tiny
+GROWTH = 0.5  # an error that grows by more than this share is warned of
+NEGLIGIBLE = 1e-3  # of the output's energy: below it the growth of an error does not matter
+COLUMNS = ("site", "kind", "mean", "spread", "error expected", "on deployment", "growth", "best there", "bound")
+
+
+@dataclass(frozen=True)
+class SiteShift:
+    """One site. Errors are squared, relative to the energy of the site's output (Q/K: of its logits) on that data.
+
+    mean      how far the means are apart: ||W (mu_t - mu_c)|| / sqrt(E||W x||^2); None for Q/K
+    spread    the same of second moments: ||W (S_t - S_c) W^T|| / ||W S_c W^T|| with the covariances S; for Q/K of
+              H = sum g_q g_k, each relative to its trace
+    expected  the error on unseen data like calibration's: the prediction, and what held-out batches add to it
+    deployed  the error of the calibrated fit on the deployment data, exactly
+    best      what the best fit on the deployment data would leave, the same channels kept
+    bound     the propositions' bound of `deployed`; None for subspaces, of which they do not speak
+    """
+
+    name: str
+    kind: str
+    mean: float | None
+    spread: float
+    expected: float
+    deployed: float
+    best: float
+    bound: float | None
+
+    @property
+    def growth(self) -> float:
+        """0.5: the error is half as large again as on calibration data."""
+        return self.deployed / self.expected - 1 if self.expected > 0 else 0.0
+
+    @property
+    def alarming(self) -> bool:
+        grown = self.deployed > (1 + GROWTH) * self.expected
+        return grown and self.deployed > NEGLIGIBLE
+
+    def row(self) -> tuple[str, ...]:
+        """One line of a table, under COLUMNS."""
+        mean = "-" if self.mean is None else f"{self.mean:.1%}"
+        bound = "-" if self.bound is None else f"{self.bound:.2%}"
+        errors = f"{self.expected:.2%}", f"{self.deployed:.2%}", f"{self.growth:+.0%}", f"{self.best:.2%}", bound
+        return self.name, self.kind, mean, f"{self.spread:.1%}", *errors
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Every site that the plan changes; print it, or take `to_dict()`."""
+
+    samples: tuple[int, int]  # of calibration and of deployment
+    sites: tuple[SiteShift, ...]
+
+    @property
+    def alarming(self) -> list[SiteShift]:
+        """Sites whose error grows by more than GROWTH, the worst first."""
+        return sorted((site for site in self.sites if site.alarming), key=lambda site: -site.growth)
+
+    def warning(self) -> str | None:
+        """What to tell people, if anything."""
+        if not self.alarming:
+            return None
+        worst = self.alarming[0]
+        return (
+            f"{worst.name}{f' and {len(self.alarming) - 1} other sites' if len(self.alarming) > 1 else ''}: on the "
+            f"deployment data the error is {worst.deployed:.2%} of the output, where calibration promised "
+            f"{worst.expected:.2%}; calibrate on the mixture (stats + deployment), or on data like it"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        sites = [{**asdict(site), "growth": site.growth, "alarming": site.alarming} for site in self.sites]
+        return {"samples": {"calibration": self.samples[0], "deployment": self.samples[1]}, "sites": sites}
+
+    def __str__(self) -> str:
+        return text_table(COLUMNS, [site.row() for site in self.sites])
 
 
 class _Found(NamedTuple):
@@ -87,11 +162,9 @@ def _site_shift(
         mean, spread = _apart(here, there_)
         found = _linear(site, planned, stats, here, there_, recipe)
     expected = (1 + planned.overfit) * _share(found.calibrated, found.energy)
-    deployed, best, bound = (
-        None if value is None else _share(value, found.deployed_energy)
-        for value in (found.deployed, found.best, found.bound)
-    )
-    return SiteShift(site.name, site.kind, mean, spread, expected, deployed or 0.0, best or 0.0, bound)
+    deployed, best = (_share(value, found.deployed_energy) for value in (found.deployed, found.best))
+    bound = None if found.bound is None else _share(found.bound, found.deployed_energy)
+    return SiteShift(site.name, site.kind, mean, spread, expected, deployed, best, bound)
 
 
 def _apart(here: Layer, there: Layer) -> tuple[float, float]:
@@ -117,12 +190,10 @@ def _linear(
     pruned = split(site.inputs, kept)
     seen, new = (affine.removal(*layer, kept, pruned) for layer in (here, there))
     fit, best = fit_linear(seen, recipe.compensate, planned.ridge), affine.best_affine(new)
-    J_star = affine.error(new, best)
     V, c = best.V - fit.V, best.c - fit.c
     gap = float((V @ new.Sigma_SS * V).sum() + (V @ new.mean_kept + c).square().sum())
     energies = affine.output_energy(*here), affine.output_energy(*there)
-    bound = 2 * J_star + 2 * gap
-    return _Found(affine.error(seen, fit), energies[0], affine.error(new, fit), J_star, bound, energies[1])
+    return _found(affine.error, (seen, new), fit, best, gap, energies)
 
 
 def _heads(
@@ -159,10 +230,9 @@ def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, ridge: float, recipe: Recipe)
     here, there = (rotary.pair_system(A, kept, pruned) for A in (A_c, A_t))
     fit = fit_rotated(here, recipe.compensate, ridge)
     best = solve_vanishing(there.A, there.h[:, None], mean_diagonal(there.A))[:, 0]
-    J_star = rotary.error(there, best)
-    bound = 2 * J_star + 2 * _norm(there.A) * float((best - fit).square().sum())
-    energies = rotary.logit_energy(A_c), rotary.logit_energy(A_t)
-    return _Found(rotary.error(here, fit), energies[0], rotary.error(there, fit), J_star, bound, energies[1])
+    norm = float(there.A.abs().sum(1).max())  # no smaller than the largest eigenvalue of this symmetric matrix
+    gap = norm * float((best - fit).square().sum())
+    return _found(rotary.error, (here, there), fit, best, gap, (rotary.logit_energy(A_c), rotary.logit_energy(A_t)))
 
 
 def _dimensions(
@@ -173,10 +243,9 @@ def _dimensions(
         both = [part.head(h) for part in grams]
         here, there = (head_system(head, kept, split(width, kept)) for head in both)
         M, best = fit_head(here, recipe.compensate, ridge), logit.best_logit(there)
-        J_star = logit.error(there, best)
-        bound = 2 * J_star + 2 * norm_bound(there.G) * float((best - M).square().sum())
+        gap = norm_bound(there.G) * float((best - M).square().sum())
         energies = [float(head.energy().sum()) for head in both]
-        found.append(_Found(logit.error(here, M), energies[0], logit.error(there, M), J_star, bound, energies[1]))
+        found.append(_found(logit.error, (here, there), M, best, gap, energies))
     return found
 
 
@@ -194,15 +263,19 @@ def _subspaces(
     return found
 
 
+def _found(
+    error: Callable[..., float], systems: Sequence[Any], fit: Any, best: Any, gap: float, energies: Sequence[float]
+) -> _Found:
+    """Errors of the calibrated fit and of the best one; systems and energies are of calibration and of deployment."""
+    here, there = systems
+    J_star = error(there, best)
+    return _Found(error(here, fit), energies[0], error(there, fit), J_star, 2 * J_star + 2 * gap, energies[1])
+
+
 def _together(found: list[_Found]) -> _Found:
     calibrated, energy, deployed, best, _, there = (sum(part[i] or 0.0 for part in found) for i in range(6))
     bounds = [part.bound for part in found if part.bound is not None]
     return _Found(calibrated, energy, deployed, best, sum(bounds) if len(bounds) == len(found) else None, there)
-
-
-def _norm(G: Tensor) -> float:
-    """No smaller than the largest eigenvalue of a symmetric matrix."""
-    return float(G.abs().sum(1).max())
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

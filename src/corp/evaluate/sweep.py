@@ -23,7 +23,7 @@ from corp.calibration.settings import Settings, enough_tokens
 from corp.calibration.statistics import Statistics, merge
 from corp.errors import DataError, RecipeError
 from corp.io.files import lock_folder, read_json, refuse_existing, write_text, writing
-from corp.io.observer import Advance, Observer, timing
+from corp.io.observer import SILENT, Advance, Observer, timing
 from corp.recipe import KINDS, TOGETHER, Recipe, preset_of
 from corp.sites import AttentionSite
 
@@ -34,36 +34,29 @@ AT_ONCE, AT_ONCE_BYTES = 8, 2 * 2**30  # models evaluated in one pass over the d
 ROWS, SECONDS, RESULT, STATISTICS = "rows.json", "seconds.json", "sweep.json", "statistics"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """What is swept over; "" stands for what the preset says."""
-
-    sparsities: Sequence[float]
-    kinds: Sequence[str] = ("both",)
-    presets: Sequence[str] = ("paper",)
-    ranks: Sequence[str] = ("",)
-    compensations: Sequence[str] = ("",)
-    ridges: Sequence[float] = (1e-3,)
-
-    def recipes(self) -> list[Recipe]:
-        unknown = sorted(set(self.kinds) - set(TOGETHER))
-        if unknown:
-            raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
-        axes = (self.kinds, self.presets, self.ranks, self.compensations, self.ridges, self.sparsities)
-        return [
-            Recipe.preset(preset, **shares(kind, s), **_given(rank=rank, compensate=compensate), ridge=ridge)
-            for kind, preset, rank, compensate, ridge, s in product(*axes)
-        ]
-
-
-def _given(**settings: str) -> dict[str, str]:
-    """Settings that are not left to the preset."""
-    return {name: value for name, value in settings.items() if value}
-
-
-def shares(kind: str, sparsity: float) -> dict[str, Any]:
-    """The recipe's fields that prune what is called `kind`."""
-    return dict.fromkeys(TOGETHER[kind], sparsity)
+def grid(
+    sparsities: Sequence[float],
+    kinds: Sequence[str] = ("both",),
+    *,
+    presets: Sequence[str] = ("paper",),
+    ranks: Sequence[str] = ("",),
+    compensations: Sequence[str] = ("",),
+    ridges: Sequence[float] = (1e-3,),
+) -> list[Recipe]:
+    """Every combination as a recipe; "" stands for what the preset says."""
+    if unknown := sorted(set(kinds) - set(TOGETHER)):
+        raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
+    return [
+        Recipe.preset(
+            preset,
+            **dict.fromkeys(TOGETHER[kind], sparsity),
+            **{name: value for name, value in (("rank", rank), ("compensate", compensate)) if value},
+            ridge=ridge,
+        )
+        for kind, preset, rank, compensate, ridge, sparsity in product(
+            kinds, presets, ranks, compensations, ridges, sparsities
+        )
+    ]
 
 
 @dataclass
@@ -142,7 +135,7 @@ def statistics_of_sizes(
     seed: int,
     origin: dict[str, Any],
     settings: Settings,
-    progress: Advance | None = None,
+    observer: Observer = SILENT,
 ) -> Iterator[tuple[Statistics, float | None]]:
     """Statistics of the first sizes[0], sizes[1] … samples of a random order, and the seconds each took to get to.
 
@@ -163,7 +156,7 @@ def statistics_of_sizes(
             if not here.is_dir():
                 now = {**origin, "data fingerprint": part.fingerprint(), "samples": part.samples}
                 told = Settings(tokens, settings.memory)
-                api.calibrate(model, part, out=here, settings=told, origin=now, observer=_Told(progress))
+                api.calibrate(model, part, out=here, settings=told, origin=now, observer=observer)
                 if unreadable := getattr(part, "bad", []):
                     data.bad += unreadable
                 if fresh:
@@ -173,22 +166,9 @@ def statistics_of_sizes(
                 here.rename(whole)
             else:
                 merge([before, here], whole)
-        elif progress:
-            progress(part.samples)
         before = whole
         known: list[Any] = [seconds.get(str(s)) for s in sizes[: list(sizes).index(size) + 1]]
         yield Statistics.load(whole), None if None in known else sum(known)
-
-
-class _Told(Observer):
-    """An observer that passes on how many samples were seen."""
-
-    def __init__(self, progress: Advance | None) -> None:
-        self.progress = progress
-
-    @contextmanager
-    def stage(self, _name: str, _total: int | None, _unit: str) -> Iterator[Advance]:
-        yield self.progress or (lambda _done: None)
 
 
 def check_sizes(sizes: Sequence[int], samples: int) -> None:

@@ -63,6 +63,11 @@ def write_text(path: Path, text: str) -> None:
             Path(beside).unlink(missing_ok=True)  # only there when something went wrong
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file likewise, one entry per line."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file into a folder that is not published yet."""
     from safetensors.torch import save_file  # imports torch, which --help and early checks need not

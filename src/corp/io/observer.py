@@ -82,7 +82,7 @@ class Bars(Observer):
 
 
 class Clock(Observer):
-    """Passes all on to another observer, and keeps how long every stage took, without the stages inside it."""
+    """Passes everything on to another observer, and records how long every stage took, without the stages inside it."""
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer

@@ -155,22 +155,12 @@ class Run:
         return remake(self.name, self.manifest, identity, self.report.plan)
 
 
-@dataclass(frozen=True)
-class Chart:
+def curves(title: str, y: str, series: Sequence[svg.Series], shown: Callable[[float], str]) -> Figure:
     """Lines over the share removed."""
-
-    title: str
-    y: str
-    series: Sequence[svg.Series]
-    shown: Callable[[float], str]
-
-    def figure(self) -> Figure:
-        said = "; ".join(
-            f"{name}: " + ", ".join(f"{x:.0%} removed {self.shown(y)}" for x, y in points)
-            for name, points, _ in self.series
-        )
-        axes = ("removed, share of the width", self.y)
-        return Figure(self.title, "", svg.line_chart(f"{self.title}. {said}", self.series, axes, self.shown))
+    said = "; ".join(
+        f"{name}: " + ", ".join(f"{x:.0%} removed {shown(value)}" for x, value in points) for name, points, _ in series
+    )
+    return Figure(title, "", svg.line_chart(f"{title}. {said}", series, ("removed, share of the width", y), shown))
 
 
 @dataclass(frozen=True)
@@ -179,7 +169,7 @@ class Study:
 
     name: str
     note: str
-    charts: Sequence[Chart]
+    charts: Sequence[Figure]
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 

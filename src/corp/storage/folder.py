@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from corp import __version__
 from corp.adapters.registry import adapters_for, library_of
 from corp.errors import StorageError, warn
-from corp.io.files import file_in, new_folder, read_json, refuse_existing, write_tensors
+from corp.io.files import file_in, new_folder, read_json, refuse_existing, write_json, write_tensors
 from corp.planning.plan import Plan
 from corp.report.card import model_card
 from corp.report.html import Run, page
@@ -98,8 +97,8 @@ def compact_manifest(result: Result, path: str | Path, command: str | None) -> d
 
 def describe_result(result: Result, folder: Path, path: Path, manifest: dict[str, Any], sources: list[str]) -> None:
     """Write all that stands beside the weights into `folder`, which will be `path`."""
-    _write(folder / MANIFEST, manifest)
-    _write(folder / REPORT, result.report.to_dict())
+    write_json(folder / MANIFEST, manifest)
+    write_json(folder / REPORT, result.report.to_dict())
     result.plan.save(folder / PLAN)
     (folder / CARD).write_text(model_card(result.report, manifest), encoding="utf-8")
     name = path.resolve().name
@@ -236,7 +235,3 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
         state[name] = own.clone() if tensor.data_ptr() in seen else own
         seen.add(tensor.data_ptr())
     return state
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,6 @@
 In: any model and a batch. Out: a `Contract`, which tells whether every promise holds. Nothing imports it but tests.
 """
 
-from corp.testing.contract import check_model
-from corp.testing.outcome import Contract, Row
+from corp.testing.contract import Contract, Row, check_model
 
 __all__ = ["Contract", "Row", "check_model"]

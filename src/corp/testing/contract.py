@@ -1,10 +1,11 @@
-"""The steps of the contract, one after the other on one model."""
+"""The steps of the contract, one after the other on one model, and the table of their outcomes."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,70 @@ from corp.adapters.registry import find_sites
 from corp.calibration.batches import Forward, evaluating, feed
 from corp.errors import CorpError, DataError, ModelError
 from corp.evaluate.check import check, require_equal
+from corp.io.tables import Tabular
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
 from corp.storage.export.possible import Exports
 from corp.storage.folder import load, save
-from corp.testing.outcome import Contract, Row
 
 KINDS = {"mlp": "MLP", "attn": "Q/K", "vo": "V/O"}
+WIDE = 96  # characters of a detail in one line of the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the contract: what was tried, whether it held, and the numbers or the reason.
+
+    `ran` is False for a step that lacks the result of an earlier one; such a step has not passed.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+    ran: bool = True
+
+    @property
+    def state(self) -> str:
+        return "ok" if self.passed else "FAILED" if self.ran else "not run"
+
+
+@dataclass(frozen=True, repr=False)
+class Contract(Tabular):
+    """The outcome of the contract on one model: iterate over it for its rows; `passed` if every one of them did."""
+
+    rows: tuple[Row, ...]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        """The rows that ran and did not hold."""
+        return tuple(row for row in self.rows if row.ran and not row.passed)
+
+    def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+        broken = ", ".join(row.name for row in self.failed)
+        title = "the contract holds" if self.passed else f"the contract does not hold: {broken}"
+        return title, ("contract", "", "detail"), [line for row in self.rows for line in _lines(row)]
+
+    def require(self) -> None:
+        """Raise an error that holds the table, unless the contract holds."""
+        if not self.passed:
+            raise ModelError(str(self))
+
+
+def _lines(row: Row) -> list[tuple[str, ...]]:
+    """A row in as many lines as its detail needs."""
+    first, *more = textwrap.wrap(row.detail, WIDE) or [""]
+    return [(row.name, row.state, first), *(("", "", line) for line in more)]
 
 
 def check_model(
@@ -95,7 +152,7 @@ def _tried(name: str, step: Callable[[], str]) -> Row:
 
 
 class _NotRunError(CorpError):
-    """A step that an earlier one left nothing for."""
+    """A step that lacks the result of an earlier one."""
 
 
 class _BrokenError(CorpError):
@@ -203,7 +260,7 @@ class _Contract:
         return f"bit-identical, loaded {how}"
 
     def exports(self) -> str:
-        """Every target is possible, or has a reason; which they are is told, none is wanted."""
+        """Every target is possible or has a reason; which ones are possible is reported, and none is required."""
         reasons = Exports(self.model, self.prunable()).of(self.made().plan)
         possible = [target for target, reason in reasons.items() if reason is None]
         return ", ".join(possible) or f"none: {next(iter(reasons.values()), 'its library is not known')}"

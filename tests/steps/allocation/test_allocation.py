@@ -12,7 +12,7 @@ import torch
 
 import corp
 from corp import CorpError, Recipe
-from corp.cli.recipes import _override
+from corp.cli.expand import _override
 from corp.planning.plan import Plan
 from corp.report.remake import command_line
 from corp.steps.allocation.allocator import Allocation, Allocator, Way

@@ -24,7 +24,7 @@ from corp.measure.estimate import Estimate, Stage
 from corp.measure.footprint import weight_bytes
 from corp.storage.folder import WEIGHTS
 from corp.storage.streamed import prune as streamed
-from corp.storage.streamed.opening import open_folder
+from corp.storage.streamed.presence import open_folder
 from corp.storage.streamed.walk import Walk
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure

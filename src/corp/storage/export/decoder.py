@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from corp.errors import StorageError
 from corp.measure.cost import count_params
 from corp.sites import Projection, projection_of
+from corp.storage.export.profiles import refuse_beyond
 from corp.storage.export.rotary import (
     Heads,
     attentions,
@@ -57,6 +58,10 @@ class Decoder:
         return all(abs(factor - 1) < 1e-6 for factor in self.factors)
 
     @property
+    def params(self) -> int:
+        return sum(map(Tensor.numel, self.state.values()))
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the way it is written."""
         made = []
@@ -89,6 +94,7 @@ def decoder_of(model: Any) -> Decoder:
     """The pruned `model` as a plain Llama, on the CPU."""
     if problem := why_not(model):
         raise StorageError(f"{problem}; use profile='compat'")
+    refuse_beyond(model, "a plain Llama")
     heads, config = common_heads(model), model.config.to_dict()
     rope = static_rope(config)
     assert heads is not None

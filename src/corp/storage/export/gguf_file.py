@@ -1,39 +1,63 @@
-"""GGUF for llama.cpp: architecture `deci`, which is a Llama whose layers may have MLPs of different widths."""
+"""GGUF for llama.cpp: architecture `deci`, a Llama whose layers may have MLPs of different widths; and tokenizers."""
 
 from __future__ import annotations
 
+import json
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from corp.adapters.registry import Library
 from corp.errors import StorageError
 from corp.storage.export import llama_cpp
-from corp.storage.export.decoder import LAYERS, Decoder
+from corp.storage.export.check import on_cpu, outputs, precise
+from corp.storage.export.decoder import Decoder
+from corp.storage.export.record import Written
 
+GGUF = "gguf"
 FILE = "model.gguf"
 QUANTS = ("f32", "f16", "bf16", "q8_0")
 DEFAULTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f32"}
-BLOCK = 32  # q8_0 quantises so many weights of a row together; rows of other lengths stay f16
+BLOCK = 32  # q8_0 quantises this many weights of a row together; rows of other lengths stay f16
 # Of the largest log-probability. Eight bits are coarse; a wrong permutation is off by more than 1.
 TOLERANCE = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1}
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How a text is cut before merging: what tokenizer.json says, and llama.cpp's name for it.
+SPLITS = {LLAMA_3: "llama-bpe", LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2", TEKKEN: "tekken"}
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def export_gguf(
+    model: nn.Module, decoder: Decoder, library: Library, folder: Path, name: str, sources: list[str], quant: str | None
+) -> Written:
+    """Write `decoder`, which the pruned `model` is, into `folder`, which will be called `name`; run it, and compare."""
+    require_gguf(quant)
+    quant = quant or DEFAULTS[next(model.parameters()).dtype]
+    tokenizer, companions = _tokenizer(decoder, library, sources)
+    vocabulary = vocabulary_of(tokenizer, decoder.config["vocab_size"])
+    write_gguf(decoder, vocabulary, folder / FILE, name=name, quant=quant)
+    tokens = library.example(model)["input_ids"][0]
+    logits = outputs(on_cpu(model, precise(model)), {"input_ids": tokens[None]})["logits"]
+    expected = logits[0, -1].float().log_softmax(-1)  # (vocabulary,), of the token behind them
+    difference = check_gguf(folder / FILE, tokens.tolist(), expected, quant)
+    return Written(lambda path: f"llama-server -m {path}/{FILE}", decoder.params, difference, companions, decoder.notes)
 
 
 def write_gguf(decoder: Decoder, vocabulary: dict[str, Any], path: Path, *, name: str, quant: str) -> None:
-    """Write one file with weights, sizes and tokenizer; `vocabulary` is what gguf_vocabulary makes of that."""
+    """Write one file with weights, sizes and tokenizer; `vocabulary` is what vocabulary_of gives."""
     gguf = _library()
     writer = gguf.GGUFWriter(path, "deci", use_temp_file=True)  # a large model fits on disk, not twice in memory
     _write_sizes(writer, decoder, name)
@@ -103,18 +127,15 @@ def _write_sizes(writer: Any, decoder: Decoder, name: str) -> None:
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
     """All tensors under GGUF's names."""
-    found = {_gguf_name(name): _interleaved(name, tensor, decoder) for name, tensor in decoder.state.items()}
+    gguf = _library()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI, len(decoder.mlps))
+    found = {
+        names.get_name(name, (".weight", ".bias")): _interleaved(name, tensor, decoder)
+        for name, tensor in decoder.state.items()
+    }
     if not decoder.plain_rope:
         found["rope_freqs.weight"] = torch.tensor(decoder.factors)
     return found
-
-
-def _gguf_name(name: str) -> str:
-    module, _, parameter = name.rpartition(".")
-    if module in OUTER:
-        return f"{OUTER[module]}.{parameter}"
-    number, _, inner = module.removeprefix(f"{LAYERS}.").partition(".")
-    return f"blk.{number}.{NAMES[inner]}.{parameter}"
 
 
 def _interleaved(name: str, tensor: Tensor, decoder: Decoder) -> Tensor:
@@ -133,3 +154,100 @@ def _stored_as(tensor: Tensor, quant: str) -> str:
     if tensor.dim() < 2:
         return "F32"
     return "F16" if quant == "q8_0" and tensor.shape[-1] % BLOCK else quant.upper()
+
+
+def _tokenizer(decoder: Decoder, library: Library, sources: list[str]) -> tuple[Any, list[str]]:
+    """The tokenizer that goes into the file, and the names of the files that it was in."""
+    from corp.adapters import hf_models  # transformers is imported only when one of its models is written
+
+    with tempfile.TemporaryDirectory() as temporary:
+        names = library.companions(sources, Path(temporary))
+        if not names:
+            places = ", ".join(sources) or "none"
+            raise StorageError(f"a GGUF file holds its tokenizer, and there is none in the places known: {places}")
+        Path(temporary, "config.json").write_text(json.dumps(decoder.config), encoding="utf-8")
+        return hf_models.tokenizer(temporary), names
+
+
+def vocabulary_of(tokenizer: Any, size: int) -> dict[str, Any]:
+    """What a GGUFWriter has to be told of a fast tokenizer: an argument for each of its methods add_*.
+
+    The vocabulary is filled up with unused tokens to the `size` of the model's embedding.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = content["model"]
+    if model.get("type") != "BPE":
+        raise StorageError(f"a GGUF file cannot hold a tokenizer of type {model.get('type')!r}, only BPE")
+    fallback = bool(model.get("byte_fallback"))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    tokens, types = _tokens(content, size, fallback)
+    ids = tokenizer("a")["input_ids"]
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    made: dict[str, Any] = {
+        "tokenizer_model": "llama" if fallback else "gpt2",  # SentencePiece, or byte-level
+        "tokenizer_pre": "default" if fallback else _split_name(content["pre_tokenizer"]),
+        "token_list": tokens,
+        "token_types": types,
+    }
+    if fallback:
+        made |= {"token_scores": _scores(tokens, merges), "add_space_prefix": _prepends(content)}
+    else:
+        made["token_merges"] = merges
+    made |= {name: token for name, token in special.items() if token is not None}
+    made["add_bos_token"] = bool(ids) and ids[0] == special["bos_token_id"]
+    made["add_eos_token"] = bool(ids) and ids[-1] == special["eos_token_id"]
+    if isinstance(tokenizer.chat_template, str):
+        made["chat_template"] = tokenizer.chat_template
+    return made
+
+
+def _tokens(content: dict[str, Any], size: int, fallback: bool) -> tuple[list[str], list[int]]:
+    if (count := 1 + max(content["model"]["vocab"].values())) > size:
+        raise StorageError(
+            f"the tokenizer has {count} tokens, the model's embedding {size}: they do not belong together"
+        )
+    tokens, types = [f"[UNUSED{number}]" for number in range(size)], [UNUSED] * size
+    for token, number in content["model"]["vocab"].items():
+        tokens[number], types[number] = token, BYTE if fallback and BYTE_TOKEN.fullmatch(token) else NORMAL
+    for added in content["added_tokens"]:
+        number = added["id"]
+        unknown = added["content"] == content["model"].get("unk_token") or added["content"] == "<unk>"
+        tokens[number] = added["content"]
+        types[number] = UNKNOWN if unknown else CONTROL if added["special"] else USER_DEFINED
+    return tokens, types
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """SentencePiece joins what makes the token of the highest score; here that is the earliest merge."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault(pair.replace(" ", "", 1), rank)
+    return [-float(ranks.get(token, len(merges))) for token in tokens]
+
+
+def _split_name(pre: dict[str, Any] | None) -> str:
+    """llama.cpp's name for the way that a byte-level tokenizer cuts texts."""
+    steps = (pre or {}).get("pretokenizers", [pre or {}])
+    kinds = [step.get("type") for step in steps]
+    regex = next((step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None)
+    if regex in SPLITS:
+        return SPLITS[regex]
+    if kinds == ["ByteLevel"]:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
+        return "smollm"
+    raise StorageError(
+        f"the tokenizer cuts texts in a way whose name in llama.cpp is not known here ({regex or kinds}); known are "
+        "those of GPT-2, SmolLM, Llama 3, Qwen2 and Mistral's Tekken, and SentencePiece"
+    )
+
+
+def _prepends(content: dict[str, Any]) -> bool:
+    """Whether a text gets a space in front."""
+    normalizer, pre = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+    steps = [*normalizer.get("normalizers", [normalizer]), *pre.get("pretokenizers", [pre])]
+    return any(
+        step.get("type") == "Prepend"
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )

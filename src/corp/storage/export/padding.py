@@ -24,8 +24,8 @@ from corp.surgery.experts import opens
 def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
     """The weights of `model`, which the plans made, in the shapes of `frame`, on the CPU.
 
-    `frame` is the model before the plans, on the meta device; its modules are replaced along the way. What it has
-    and `model` has not (biases that were added to it) is zero.
+    `frame` is the model before the plans, on the meta device; its modules are replaced along the way. Parameters
+    that it has and `model` lacks (biases that were added to it) are zero.
     """
     experts = [f"{name}." for name, module in frame.named_modules() if opens(module)]
     planned = [site.name for plan in plans for site in plan.sites if site.name.startswith(tuple(experts))]

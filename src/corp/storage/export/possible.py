@@ -21,15 +21,9 @@ from corp.recipe import SHARED, UNIFORM, Recipe
 from corp.sites import AttentionSite, Sites, projection_at
 from corp.storage.export.decoder import why_not
 from corp.storage.export.formats import ONNX, PT2
-from corp.storage.export.profiles import (
-    COMPAT,
-    LIBRARY_TARGETS,
-    beyond_norms,
-    beyond_widths,
-    holds_narrower_heads,
-    refuse_biases,
-)
-from corp.storage.export.served import GGUF, VLLM
+from corp.storage.export.gguf_file import GGUF
+from corp.storage.export.profiles import COMPAT, LIBRARY_TARGETS, beyond, holds_narrower_heads, refuse_biases
+from corp.storage.export.vllm_folder import VLLM
 from corp.surgery.opened import open_up
 
 TRANSFORMERS = "transformers"
@@ -150,15 +144,15 @@ class Exports:
         if library is None or self.identity is None:
             reason = "no library that corp writes for can rebuild this model from its name or config"
             return dict.fromkeys((COMPAT, ONNX, PT2, VLLM, GGUF), reason)
-        biases, no_llama, beyond = self._new_biases(intercepts), why_not(self.model), beyond_widths(factored, "it")
-        beyond = beyond or beyond_norms(normed, "it")
+        biases, no_llama = self._new_biases(intercepts), why_not(self.model)
+        other = beyond("it", factored=factored, normed=normed)
         return {
-            LIBRARY_TARGETS[library.name]: beyond or _reason(lambda: self._standard(widths, biases)),
-            COMPAT: beyond or _reason(lambda: refuse_biases(biases, library, COMPAT)),
+            LIBRARY_TARGETS[library.name]: other or _reason(lambda: self._standard(widths, biases)),
+            COMPAT: other or _reason(lambda: refuse_biases(biases, library, COMPAT)),
             ONNX: _missing("onnx", ONNX) or _missing("onnxscript", ONNX),
             PT2: None,
-            VLLM: beyond or no_llama,
-            GGUF: beyond or no_llama or _missing("gguf", GGUF),
+            VLLM: no_llama or other,
+            GGUF: no_llama or other or _missing("gguf", GGUF),
         }
 
     def _new_biases(self, intercepts: set[str]) -> set[str]:

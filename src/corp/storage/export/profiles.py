@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from corp.adapters.registry import Library, adapter_named, find_sites, library_of
 from corp.errors import StorageError
 from corp.measure.cost import count_macs, count_params
-from corp.planning.plan import Plan
 from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.padding import pad
 from corp.storage.export.record import Written
@@ -39,25 +38,23 @@ PROFILES = (STANDARD, COMPAT)
 LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what its format is called here
 
 
-def refuse_beyond_widths(plans: Sequence[Plan], target: str) -> None:
-    """Refuse what only corp's own folders, ONNX and PT2 hold: a factored output head."""
-    if reason := beyond_widths(any(plan.output for plan in plans), target):
+def beyond(target: str, *, factored: bool, normed: bool) -> str | None:
+    """Why `target` cannot hold a factored output head, or heads that were narrowed under QK-norm; None without them."""
+    if factored:
+        what, remedy = "this model has a low-rank output head, which {} cannot hold", "output=0"
+    elif normed:
+        what = "heads are narrower under QK-norm, so their lengths are predicted, which {} cannot do"
+        remedy = "attn=0"
+    else:
+        return None
+    return f"{what.format(target)}; export to onnx or pt2, or prune with {remedy}"
+
+
+def refuse_beyond(model: nn.Module, target: str) -> None:
+    """Refuse what only corp's own folders, ONNX and PT2 hold."""
+    normed = any(isinstance(module, NarrowNorm) for module in model.modules())
+    if reason := beyond(target, factored=any(plan.output for plan in history(model)), normed=normed):
         raise StorageError(reason)
-
-
-def beyond_widths(factored: bool, target: str) -> str | None:
-    """Why `target` cannot hold a model with a factored output head; None if it has none."""
-    reason = f"this model has a low-rank output head, which {target} cannot hold; export to onnx or pt2, or prune with "
-    return f"{reason}output=0" if factored else None
-
-
-def beyond_norms(narrowed: bool, target: str) -> str | None:
-    """Why `target` cannot hold a model whose heads were narrowed under QK-norm; None if none were."""
-    reason = (
-        f"heads are narrower under QK-norm, so their lengths are predicted, which {target} cannot do; export to onnx "
-        "or pt2, or prune with attn=0"
-    )
-    return reason if narrowed else None
 
 
 def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tuple[str, ...]]:
@@ -95,9 +92,7 @@ def write_profile(
 ) -> Written:
     """Write the pruned `model` into `folder` for its own library, read it back with that, and compare."""
     library, make = library_for(base)
-    refuse_beyond_widths(history(model), library.name)
-    if reason := beyond_norms(any(isinstance(m, NarrowNorm) for m in model.modules()), f"plain {library.name}"):
-        raise StorageError(reason)
+    refuse_beyond(model, f"plain {library.name}")
     model, notes = without_merging(model, library)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
@@ -181,7 +176,7 @@ def _build(make: Make, identity: dict[str, Any], device: str = "meta") -> nn.Mod
 
 
 def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
-    """Parameters that the dense architecture has not: biases that compensation made."""
+    """Parameters that the dense architecture does not have: biases that compensation made."""
     known = set(dense.state_dict())
     return [name for name, _ in model.named_parameters() if name not in known]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from corp import __version__
+from corp.io.files import write_json
 from corp.planning.plan import Plan
 
 RECORD, CARD = "corp-export.json", "README.md"
@@ -38,23 +38,14 @@ class Exported:
     notes: tuple[str, ...] = ()  # what is not as one would expect: padding, what was not run
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "profile": self.profile,
-            "library": self.library,
-            "load": self.load,
-            "params": {"pruned": self.params[0], "written": self.params[1]},
-            "difference": self.difference,
-            "companions": list(self.companions),
-            "notes": list(self.notes),
-        }
+        return {**asdict(self), "params": {"pruned": self.params[0], "written": self.params[1]}}
 
 
 def write_record(folder: Path, name: str, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
     """corp-export.json for machines, and a model card; `name` is what the folder will be called."""
     content = {"format": "corp-export", "version": 1, "corp": __version__, **made.to_dict(), **record}
     content["plans"] = [plan.to_dict() for plan in plans]
-    (folder / RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / RECORD, content)
     (folder / CARD).write_text(_card(name, made, plans), encoding="utf-8")
 
 

@@ -11,14 +11,15 @@ from torch import nn
 from corp.adapters.registry import Library, library_of
 from corp.errors import StorageError
 from corp.measure.cost import count_params
-from corp.storage.export.formats import ONNX, PT2, load_lines, require_packages, write_format
-from corp.storage.export.gguf_file import require_gguf
-from corp.storage.export.graphs import inputs_for
+from corp.storage.export.decoder import decoder_of
+from corp.storage.export.formats import ONNX, PT2, inputs_for, load_lines, require_packages, write_format
+from corp.storage.export.gguf_file import GGUF, export_gguf, require_gguf
 from corp.storage.export.profiles import LIBRARY_TARGETS, PROFILES, STANDARD, library_for, write_profile
 from corp.storage.export.record import Exported, Written, write_record
-from corp.storage.export.served import GGUF, SERVED, VLLM, write_served
+from corp.storage.export.vllm_folder import VLLM, export_vllm
 from corp.surgery.apply import history
 
+SERVED = (VLLM, GGUF)
 TARGETS = (*LIBRARY_TARGETS.values(), ONNX, PT2, *SERVED)
 LOADED_BY = {target: library for library, target in LIBRARY_TARGETS.items()}
 LOADED_BY |= {ONNX: "onnxruntime", PT2: "torch", GGUF: "llama.cpp", VLLM: "vllm"}
@@ -71,7 +72,11 @@ def write(
     elif target in SERVED:
         if library is None or library.name != "transformers":
             raise StorageError(f"{target} takes language models of transformers, and this is none")
-        written = write_served(model, library, folder, name, target, sources, quant)
+        decoder = decoder_of(model)
+        if target == VLLM:
+            written = export_vllm(model, decoder, library, folder, sources)
+        else:
+            written = export_gguf(model, decoder, library, folder, name, sources, quant)
     else:
         written = _write_graph(model, library, folder, target, sources)
     load, params = written.load(str(path)), (count_params(model), written.params)

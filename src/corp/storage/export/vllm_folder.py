@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from corp.adapters.registry import Library
 from corp.io.files import write_tensors
+from corp.storage.export.check import largest_difference, precise, require_agreement
 from corp.storage.export.decoder import LAYERS, Decoder
+from corp.storage.export.record import Written
 from corp.storage.export.rotary import longrope
 
+VLLM = "vllm"
+NOTE = "vLLM itself was not run: the folder was read back, by the fields that vLLM reads, into transformers' Llama"
 MULTIPLE = 256  # programs that know only ffn_mult round the width up to this
 CODE = "configuration_decilm.py"
 CONFIG_CLASS = '''"""The config of a Llama whose layers have MLPs of different widths."""
@@ -45,6 +50,19 @@ class DeciLMConfig(PretrainedConfig):
         ]
 '''
 COPIED = ("hidden_size", "vocab_size", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def export_vllm(model: nn.Module, decoder: Decoder, library: Library, folder: Path, sources: list[str]) -> Written:
+    """Write `decoder`, which the pruned `model` is, into `folder`, read it back, and compare."""
+    from corp.adapters.hf_export import read_deci  # transformers is imported only when one of its models is written
+
+    write_vllm(decoder, folder)
+    companions = library.companions(sources, folder)
+    difference = largest_difference(model, read_deci(folder, precise(model)), library.example(model))
+    # Scaled queries are rounded once more than the pruned model's: in half precision that shows.
+    require_agreement(difference, next(model.parameters()).dtype if decoder.heads.narrower else precise(model))
+    notes = (*decoder.notes, NOTE)
+    return Written(lambda path: f"vllm serve {path} --trust-remote-code", decoder.params, difference, companions, notes)
 
 
 def write_vllm(decoder: Decoder, folder: Path) -> None:

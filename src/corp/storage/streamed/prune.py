@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from corp.adapters.registry import find_sites
+from corp.adapters.shell import placeholder, replace_parameters
 from corp.calibration import workers
 from corp.calibration.batches import Forward, count_samples, feed, first_batch, first_samples, without_cache
 from corp.calibration.checkpoint import prepare_folder
@@ -19,10 +22,11 @@ from corp.calibration.memory import human
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, ModelError, PlanError
-from corp.io.files import lock_folder, new_folder, refuse_existing
+from corp.io.files import lock_folder, new_folder, refuse_existing, tensor_header, writing
 from corp.io.observer import SILENT, Bars, Observer
 from corp.measure.cost import count_macs, count_params
 from corp.numerics.place import Place
+from corp.planning.plan import Plan
 from corp.planning.report import Report
 from corp.planning.widths import require_prunable
 from corp.recipe import GAIN, SHARED, Recipe
@@ -33,13 +37,14 @@ from corp.steps.plan import warn_of_notes
 from corp.steps.result import Result
 from corp.steps.run import Dense, Run, to_try
 from corp.storage.folder import WEIGHTS, compact_manifest, describe_result, places_of
-from corp.storage.streamed.assembly import pruned_shell, write_streamed
 from corp.storage.streamed.memory import Need, needed
-from corp.storage.streamed.opening import open_folder
 from corp.storage.streamed.passing import manners_of
-from corp.storage.streamed.presence import Presence
+from corp.storage.streamed.presence import Presence, open_folder
 from corp.storage.streamed.streams import PRUNED, Store
 from corp.storage.streamed.walk import Walk, joined, unplaced
+from corp.storage.streamed.weights import Weights, contents
+from corp.storage.tying import saved_state
+from corp.surgery.apply import match, set_history, shrink
 from corp.surgery.refit.repair import EXAMINED, find_blocks, require_whole, warn_of_few
 from corp.surgery.refit.replay import Block
 
@@ -217,3 +222,32 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
             dense, pruned = (count_macs(model, *sample) for model in models)
     report = Report(plan, (count_params(walk.model), count_params(smaller.model)), (dense, pruned))
     return Result(smaller.model, plan, report, walk.origin), smaller
+
+
+def pruned_shell(dense: Presence, sites: Sites, plan: Plan, shards: Sequence[Path]) -> Presence:
+    """The smaller model: what is no block is the dense one's own, blocks come from their shards when they run."""
+    shared: dict[int, Any] = {id(t): t for t in chain(dense.model.parameters(), dense.model.buffers())}
+    smaller = copy.deepcopy(dense.model, shared)  # tensors in the memo are not copied
+    dtype, device = dense.weights.dtype, dense.weights.device
+    for group in match(sites, plan):  # one by one: what is cut out of a placeholder takes memory until it is one again
+        shrink(smaller, sites, replace(plan, sites=tuple(site_plan for _, site_plan in group)))
+        made = [p for p in smaller.parameters() if id(p) not in shared]
+        replace_parameters(smaller, {id(p): placeholder(p, dtype, device) for p in made})
+        shared |= {id(p): p for p in smaller.parameters()}
+    held = contents(shards)
+    places = {name: held.get(name) or dense.weights.places[name] for name in saved_state(smaller)}
+    set_history(smaller, (plan,))
+    presence = Presence(smaller, Weights(places, dtype, device), dense.units)
+    presence.load_buffers()
+    return presence
+
+
+def write_streamed(path: Path, model: nn.Module, weights: Weights) -> None:
+    """A safetensors file of the model's tensors, read and written one by one; the same bytes as safetensors writes."""
+    state = model.state_dict()
+    kinds = {name: weights.dtype if state[name].is_floating_point() else state[name].dtype for name in weights.places}
+    order, header = tensor_header({name: (kind, state[name].shape) for name, kind in kinds.items()})
+    with writing(path), path.open("wb") as file:
+        file.write(header)
+        for _, tensor in weights.each(order):
+            file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
