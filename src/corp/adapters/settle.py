@@ -227,6 +227,7 @@ class _Work:
     def _apart(self, sites: Sequence[Site], trial: Trial) -> bool:
         """Whether what these sites make reaches their own consuming layers only."""
         own = {self.at(site) for site in sites if not isinstance(site, AttentionSite)}
+        own |= {name for site in sites if isinstance(site, MLPSite) for name in site.between}
         others = [
             list(zip(z, trial.z.get(name, []), strict=False)) for name, z in self.base.z.items() if name not in own
         ]

@@ -68,6 +68,11 @@ def undone(site: Site, z: Tensor) -> Tensor:
     return z
 
 
+def permuted(site: MLPSite, x: Tensor) -> Tensor:
+    """What `undone` takes back."""
+    return x[..., _channels(site)[0].to(x.device)]
+
+
 def compared(site: Site, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """The parts that must agree: of an MLP the channels that were not changed."""
     if isinstance(site, MLPSite):

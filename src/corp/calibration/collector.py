@@ -23,7 +23,7 @@ from corp.calibration.site_sums import AnySums, Sums, empty_sums
 from corp.calibration.threads import here
 from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
 from corp.errors import StatisticsError
-from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite, features_last
 
 
 class Cursor(NamedTuple):
@@ -112,11 +112,13 @@ class Collector:
         name = block_of(site.down)
         if name is None:
             return []
-        either_way: Any = model.get_submodule(site.down).weight  # (out, in), or (in, out) of a Conv1D
+        layer: Any = model.get_submodule(site.down)
+        either_way = layer.weight.shape[:2]  # (out, in), or (in, out) of a Conv1D
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             stream = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
+            stream = features_last(layer, stream) if isinstance(stream, Tensor) else stream
+            if isinstance(stream, Tensor) and stream.shape[-1] in either_way:
                 self._current(site.name, Moments).see_stream(real_tokens(*self._by_sample(site, stream)))
 
         return [model.get_submodule(name).register_forward_hook(here(after))]
@@ -127,7 +129,7 @@ class Collector:
         """Show the input of the linear as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
-        hook = here(lambda _module, args: see(*self._by_sample(site, args[0])))
+        hook = here(lambda module, args: see(*self._by_sample(site, features_last(module, args[0]))))
         return model.get_submodule(site.down).register_forward_pre_hook(hook)
 
     def _by_sample(self, site: LinearSite | OutputHead, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -96,6 +96,7 @@ class Rotary:
 class MLPSite:
     """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`.
 
+    `between` are modules on the way that have parameters for every channel and mix none (a depthwise convolution).
     Its tokens come as (B, n, D), or (n, B, D) if not `batch_first`. An expert sees only the tokens that are routed to
     it; `experts` is the module that holds it and its like, which all keep one width.
     """
@@ -106,6 +107,7 @@ class MLPSite:
     mask: Mask | None = None
     batch_first: bool = True
     experts: str | None = None
+    between: tuple[str, ...] = ()
     kind: ClassVar[str] = "mlp"
 
     @property
@@ -258,8 +260,9 @@ def layers_of(site: Site) -> list[str]:
     """The modules whose parameters pruning the site narrows."""
     if isinstance(site, AttentionSite):
         return list(dict.fromkeys((site.q.module, site.k.module)))
-    makers = site.up if isinstance(site, MLPSite) else (site.v,)
-    return list(dict.fromkeys((*(rows.module for rows in makers), site.down)))
+    if isinstance(site, MLPSite):
+        return list(dict.fromkeys((*(rows.module for rows in site.up), *site.between, site.down)))
+    return list(dict.fromkeys((site.v.module, site.down)))
 
 
 def heads_of(site: Site) -> int | None:
