@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import transformers as hf
 from torch import Tensor, nn
 
 import corp
+from corp import CorpError
 from corp.testing import check_model
 from tests.helpers.seeds import seed_all, seeded
 
@@ -142,3 +145,21 @@ def test_a_bottleneck_of_convolutions_is_no_mlp() -> None:
     sites = corp.find_sites(model, maps(5, 6))
     assert [site.name for site in sites] == ["1"]
     assert not sites.refused
+
+
+def test_a_model_without_patches_is_written_for_its_own_library(tmp_path: Path) -> None:
+    """Removed channels of batch norms are zeros too; channels and size of images come from the model."""
+    seed_all(3)
+    model = timm.create_model("mobilenetv2_035", in_chans=1, num_classes=3).eval()
+    for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+        assert norm.running_mean is not None
+        norm.running_mean.uniform_(-1, 1)
+    images = torch.randn(4, 1, 64, 64, generator=seeded(1))
+    assert corp.find_sites(model).proven
+    result = corp.prune(model, [images], corp.Recipe(mlp=0.5, sequential=False))
+    with pytest.raises(CorpError, match="has no mlp_ratio of one width"):
+        corp.save(result, tmp_path / "standard", profile="standard")
+    corp.save(result, tmp_path / "compat", profile="compat")
+    plain = timm.create_model(f"local-dir:{tmp_path / 'compat'}", pretrained=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(images), result.model(images), rtol=1e-4, atol=1e-5)

@@ -70,12 +70,13 @@ def _draw() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def image_like(module: Any, config: Any) -> Tensor:
-    """The image size that the patches were made for, or that the config names."""
+def image_like(module: Any, config: Any, samples: int = 1) -> Tensor:
+    """Images of the size that the patches were made for, or that the config names, with the model's channels."""
     size = getattr(getattr(module, "patch_embed", None), "img_size", None)
     channels, height, width = config["input_size"] if isinstance(config, dict) else config.input_size
+    channels = next((layer.in_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)), channels)
     height, width = size if isinstance(size, tuple | list) else (height, width)
-    return torch.randn(1, channels, height, width, generator=_draw())
+    return torch.randn(samples, channels, height, width, generator=_draw())
 
 
 def inputs(model: Any) -> dict[str, Tensor]:
