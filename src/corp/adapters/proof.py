@@ -37,7 +37,8 @@ def tolerance(dtype: torch.dtype) -> float:
 class Trial:
     """One pass: what consuming layers took (`z`) and attention kernels (`kernels`: shapes and scale), by name.
 
-    `made` are the layers that were called and `ran` the attentions.
+    `made` are the layers that were called, and `ran` the attentions. `dtypes` are those of what passed: under autocast,
+    others than the model's.
     """
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -45,6 +46,12 @@ class Trial:
     made: set[str] = field(default_factory=set)
     ran: set[str] = field(default_factory=set)
     output: list[Tensor] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    @property
+    def limit(self) -> float:
+        """The relative difference up to which another pass agrees with this one."""
+        return max(map(tolerance, self.dtypes or {torch.get_default_dtype()}))
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,7 @@ def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
         nonlocal calls
         calls += 1
         trial.made.add(name)
+        trial.dtypes.add(output.dtype)
         made = noise(f"{name}/{calls}", output)
         x = features_last(module, made)
         for rows, change in changes:
@@ -139,6 +147,7 @@ def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
 def _take(name: str, trial: Trial) -> Any:
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         seen = trial.z.setdefault(name, [])
+        trial.dtypes.add(args[0].dtype)
         seen.append(features_last(module, args[0].detach()).clone())
         return noise(f"{name}/in/{len(seen)}", args[0]), *args[1:]
 
@@ -230,7 +239,7 @@ def same_output(base: Trial, trial: Trial) -> bool:
     if len(base.output) != len(trial.output):
         return False
     for a, b in zip(base.output, trial.output, strict=True):
-        limit = tolerance(a.dtype) * max(1e-30, float(a.double().nan_to_num().square().mean()) ** 0.5)
+        limit = max(tolerance(a.dtype), base.limit) * max(1e-30, float(a.double().nan_to_num().square().mean()) ** 0.5)
         if (
             a.shape != b.shape
             or float((a.double() - b.double()).nan_to_num().abs().max() if a.numel() else 0) > 10 * limit

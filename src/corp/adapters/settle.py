@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.mlps import packings
-from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output, tolerance
-from corp.adapters.structure import Claim
+from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output
+from corp.adapters.structure import Claim, normalises
 from corp.adapters.symmetry import made_by
-from corp.calibration.batches import placement
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
 
@@ -88,8 +87,8 @@ class _Work:
             every += [*claim.qk, *claim.vo]
         places = places_of(every, self.downs)
         self.places = replace(places, attentions=(*places.attentions, *map(module_of, bare)))
-        self.limit = tolerance(placement(model)[1])
         self.base = self.attempt([])
+        self.limit = self.base.limit
         self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values proved
 
     def attempt(self, sites: Sequence[Site], **options: Any) -> Trial:
@@ -174,6 +173,8 @@ class _Work:
                         left.append((claim, ways))
                     else:
                         reason = f"tried out on the model, {WHAT[site.kind]} (by {best[site.name]:.2g} of its size)"
+                        if isinstance(site, AttentionSite):
+                            reason += normalises(self.model.get_submodule(site.attention))
                         outcome.refused.append(Refusal(site.name, site.kind, reason))
             waiting, number = left, number + 1
 

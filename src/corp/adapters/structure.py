@@ -79,6 +79,13 @@ def normed(module: nn.Module) -> bool:
     return any(pattern.match(name) and not isinstance(child, nn.Identity) for name, child in module.named_children())
 
 
+def normalises(module: nn.Module) -> str:
+    """What to add to the number of a trial if an attention's code makes its queries and keys as long as one."""
+    if "normalize" not in _names_in(type(module), None):
+        return ""
+    return "; its code normalises vectors, and the length of a head is not that of the dimensions that are kept"
+
+
 def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
     """How queries and keys may be rotated: not at all, or the first dimensions in halves or in neighbours."""
     d = site.width

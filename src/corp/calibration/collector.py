@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from corp.calibration.grams import Grams
 from corp.calibration.heads import Heads, lengths_of, normed, split_heads
-from corp.calibration.hooks import block_of, removing, without_fast_path
+from corp.calibration.hooks import block_of, removing, without_autocast, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
@@ -102,7 +102,8 @@ class Collector:
             first = self.sums[name].fit
             if moments.shift is None and isinstance(first, Moments) and first.shift is not None:
                 moments.shift = first.shift.clone()  # held-out sums about the fitted ones' shift, alone or with others
-            moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
+            with without_autocast(x.device):
+                moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
             _require_finite(moments, name)
 
         return self.before(model, site, see)
@@ -222,6 +223,10 @@ class Collector:
 
     def add(self, site: AttentionSite, heads: Heads) -> None:
         """Add the products of rotated dimensions, and of the plain ones behind them, to the sums."""
+        with without_autocast(heads.q.device):
+            self._add(site, heads)
+
+    def _add(self, site: AttentionSite, heads: Heads) -> None:
         if site.rotary:
             causal = heads.causal and self.causal and heads.q.shape[2] == heads.k.shape[2]
             mask = fitting(heads.q_mask, heads.q.transpose(1, 2), site.q_mask)
