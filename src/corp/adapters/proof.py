@@ -37,13 +37,13 @@ def tolerance(dtype: torch.dtype) -> float:
 class Trial:
     """One pass: what consuming layers took (`z`) and attention kernels (`kernels`: shapes and scale), by name.
 
-    `made` are the layers that were called, and `ran` the attentions. `dtypes` are those of what passed: under autocast,
-    others than the model's.
+    `made` are the layers that were called, with the shape of what they gave, and `ran` the attentions. `dtypes` are
+    those of what passed: under autocast, others than the model's.
     """
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
     kernels: dict[str, tuple[torch.Size, torch.Size, float]] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)
+    made: dict[str, torch.Size] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     output: list[Tensor] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
@@ -81,7 +81,8 @@ def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
 def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
     """Run the model with random numbers for what its layers make, transformed for `sites`.
 
-    With `control`, queries alone are replaced: where nothing changes, a proof about them would prove nothing.
+    With `control`, queries and keys of the first half of the samples are replaced by others: where nothing changes, a
+    proof about them would prove nothing, and the other half must not change.
     """
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
@@ -133,7 +134,7 @@ def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
     def after(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        trial.made.add(name)
+        trial.made[name] = output.shape
         trial.dtypes.add(output.dtype)
         made = noise(f"{name}/{calls}", output)
         x = features_last(module, made)

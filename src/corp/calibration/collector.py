@@ -171,6 +171,7 @@ class Collector:
             if len(seen) == 2:
                 q, k = seen.pop("q"), seen.pop("k")
                 q, k = as_batch(q[:, None] if q.dim() < k.dim() else q), as_batch(k)  # one query, of a class token
+                q, k = (q, k) if site.batch_first else (q.transpose(0, 1), k.transpose(0, 1))
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
                 features = lengths_of(site, q, k)
                 if site.norm is not None:

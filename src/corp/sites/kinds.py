@@ -180,7 +180,8 @@ class AttentionSite:
     keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
     of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
     `scale` is what logits are multiplied by before the softmax; rotary sites need it. `norm`: whole heads are
-    normalised before they are rotated. At least `least` dimensions per head are kept.
+    normalised before they are rotated. At least `least` dimensions per head are kept. Projections give (B, n, C), or
+    (n, B, C) if not `batch_first`.
     """
 
     name: str
@@ -198,6 +199,7 @@ class AttentionSite:
     padded: bool = False
     norm: QKNorm | None = None
     least: int = 0
+    batch_first: bool = True
     kind: ClassVar[str] = "attn"
 
     @property
