@@ -89,6 +89,21 @@ class Turns(nn.Module):
         return out
 
 
+class Latents(nn.Module):
+    """Queries that are the model's own, the same for every sample, under names of no library."""
+
+    def __init__(self, *samples: int) -> None:
+        super().__init__()
+        self.num_heads, self.own = H, nn.Parameter(torch.randn(*samples, 4, D))
+        self.proj_q, self.proj_k, self.proj_v, self.proj_out = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.proj_q(self.own).expand(len(x), -1, -1)
+        q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (q, self.proj_k(x), self.proj_v(x)))
+        out: Tensor = self.proj_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out.mean(1, keepdim=True)
+
+
 class Block(nn.Module):
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -123,6 +138,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "q, k, v of every dimension": (stacked(lambda: Packed("hdk")), (2, 2, 2)),
     "heads without a name": (stacked(Unnamed), (2, 2, 2)),
     "one block, called again": (Again, (1, 1, 1)),
+    "queries of its own": (stacked(lambda: Latents(1)), (2, 2, 2)),
+    "queries without samples": (stacked(Latents), (2, 2, 2)),
 }
 
 

@@ -21,7 +21,7 @@ from corp.calibration.multihead import averages, is_causal, padding, project
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Sums, empty_sums
 from corp.calibration.threads import here
-from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
+from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, of_same_samples, real_tokens
 from corp.errors import StatisticsError
 from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite, features_last
 
@@ -170,8 +170,7 @@ class Collector:
                 seen = {side: x.clone() for side, x in seen.items()}
             if len(seen) == 2:
                 q, k = seen.pop("q"), seen.pop("k")
-                q, k = as_batch(q[:, None] if q.dim() < k.dim() else q), as_batch(k)  # one query, of a class token
-                q, k = (q, k) if site.batch_first else (q.transpose(0, 1), k.transpose(0, 1))
+                q, k = of_same_samples(q, k, batch_first=site.batch_first)
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
                 features = lengths_of(site, q, k)
                 if site.norm is not None:
