@@ -22,8 +22,8 @@ from corp.surgery.hf_attention import NarrowAttention
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
 
 NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it for Qwen3 "
-    "and Gemma 3 only"
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it only where "
+    "every head is normalised alone and then rotated, as in Qwen3"
 )
 _ROTARY = ("rotary", "rope", "rot_emb", "position_embeddings", "freqs_c")  # in the names of what is used
 NARROWED = "it was narrowed already; prune the dense model instead"
