@@ -94,7 +94,9 @@ def test_segformer_keeps_the_filters_of_the_channels_that_it_keeps() -> None:
     batch = {"pixel_values": torch.randn(4, 3, 32, 32, generator=seeded(1), dtype=torch.float64)}
     check_model(model, [batch, {"pixel_values": batch["pixel_values"].flip(0)}], show=None).require()
     result = corp.prune(model, [batch], corp.Recipe(mlp=0.5, sequential=False))
-    for site in corp.find_sites(model).mlp:
+    sites = corp.find_sites(model)
+    assert sites.proven == {site.name for site in sites}  # its config names no size of images
+    for site in sites.mlp:
         (name,) = site.between
         kept = next(plan for plan in result.plan.sites if plan.name == site.name).indices()[0]
         narrow: Any = result.model.get_submodule(name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 TOKENS, WAVE = 12, 4000
+SIDE = 64  # of an image for models that take any size (SegFormer)
 
 
 def examples(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
@@ -87,7 +88,8 @@ def inputs(model: Any) -> dict[str, Tensor]:
     draw = _draw()
     size = 1 if getattr(config, "pad_token_id", None) is None else 2  # classifiers want padding for more than one
     made: dict[str, Tensor] = {}
-    if "pixel_values" in takes and (side := getattr(vision, "image_size", None)):
+    some = SIDE if getattr(model, "main_input_name", None) == "pixel_values" else None
+    if "pixel_values" in takes and (side := getattr(vision, "image_size", some)):
         height, width = side if isinstance(side, list | tuple) else (side, side)
         made["pixel_values"] = torch.randn(size, getattr(vision, "num_channels", 3), height, width, generator=draw)
     if "input_features" in takes and hasattr(config, "num_mel_bins"):
