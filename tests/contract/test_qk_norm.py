@@ -25,6 +25,7 @@ from corp.storage.export.possible import Exports
 from corp.surgery.attention import narrow_queries, replace_attention
 from corp.surgery.norms import NarrowNorm
 from corp.surgery.self_check import require_agreement, verify
+from corp.testing import check_model
 from tests.helpers.rotary_models import BASE, LAYERS, batches, calibrate, logits
 from tests.helpers.seeds import seed_all
 
@@ -33,6 +34,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZE)),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZE, **LAYERS, query_pre_attn_scalar=32)),
 }
+OTHERS: dict[str, Any] = {"apertus": lambda: hf.ApertusForCausalLM(hf.ApertusConfig(**SIZE))}
 FEW = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few samples, on purpose
 
 
@@ -44,7 +46,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 def build(family: str, dtype: torch.dtype = torch.float64) -> Any:
     seed_all(1)
-    model = FAMILIES[family]().eval()
+    model = {**FAMILIES, **OTHERS}[family]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtype)
@@ -282,3 +284,34 @@ def test_fitted_lengths_lose_much_less_than_plain_ones_where_heads_have_a_common
     replace_attention(without, site, narrow_queries(without, site, site_plan.indices(), unfit))
     errors = [float((logits(m, data[0]) - logits(model, data[0])).square().mean()) for m in (fitted, without)]
     assert errors[0] < 0.2 * errors[1]
+
+
+@FEW
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about rope
+def test_norms_of_other_families_are_known_by_what_they_compute() -> None:
+    """EXAONE 4 does not rotate layers that see everything: those are refused, whatever their weights are."""
+    kinds = ["sliding_attention", "full_attention"]
+    mixed = hf.Exaone4Config(**SIZE, sliding_window=8, layer_types=kinds)
+    everything: tuple[tuple[Any, Any, list[int]], ...] = (
+        (hf.ApertusForCausalLM, hf.ApertusConfig(**SIZE), [0, 1]),
+        (hf.Exaone4ForCausalLM, mixed, [0]),
+        (hf.DogeForCausalLM, hf.DogeConfig(**SIZE), []),
+        (hf.Olmo2ForCausalLM, hf.Olmo2Config(**SIZE), []),
+    )
+    for cls, config, layers in everything:
+        seed_all(1)
+        whole = cls(config)
+        with torch.device("meta"):
+            empty = cls(config)
+        with torch.no_grad():
+            zero = cls(config).apply(lambda module: [p.zero_() for p in module.parameters(recurse=False)])
+        for model in (whole, empty, zero):  # loading finds the sites in models without weights
+            sites = corp.find_sites(model)
+            assert [site.name for site in sites.attention] == [f"model.layers.{i}.self_attn" for i in layers]
+            assert [site.padded for site in sites.values] == [i not in layers for i in range(2)]
+
+
+@FEW
+@pytest.mark.filterwarnings("ignore")
+def test_the_contract_holds_under_the_norm_of_another_family() -> None:
+    check_model(build("apertus"), batches(), show=None).require()

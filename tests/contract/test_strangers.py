@@ -56,6 +56,26 @@ class Unnamed(nn.Module):
         return out
 
 
+class SamplesSecond(Packed):
+    """The same in (n, B, D), between modules that have samples first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x.transpose(0, 1)).unflatten(-1, (3, H, -1)).permute(2, 1, 3, 0, 4)
+        weights = (q @ k.mT * (D // H) ** -0.5).softmax(-1)
+        out: Tensor = self.to_out((weights @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+class AllSecond(Packed):
+    """Also where its output projection takes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x.transpose(0, 1)).unflatten(-1, (3, H, -1)).permute(2, 1, 3, 0, 4)
+        weights = (q @ k.mT * (D // H) ** -0.5).softmax(-1)
+        out: Tensor = self.to_out((weights @ v).permute(2, 0, 1, 3).flatten(2))
+        return out.transpose(0, 1)
+
+
 class Turns(nn.Module):
     """A gated MLP whose gate and up take turns."""
 
@@ -67,6 +87,21 @@ class Turns(nn.Module):
         y = self.inside(x)
         out: Tensor = self.outside(y[..., ::2] * y[..., 1::2].sigmoid())
         return out
+
+
+class Latents(nn.Module):
+    """Queries that are the model's own, the same for every sample, under names of no library."""
+
+    def __init__(self, *samples: int) -> None:
+        super().__init__()
+        self.num_heads, self.own = H, nn.Parameter(torch.randn(*samples, 4, D))
+        self.proj_q, self.proj_k, self.proj_v, self.proj_out = (nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.proj_q(self.own).expand(len(x), -1, -1)
+        q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in (q, self.proj_k(x), self.proj_v(x)))
+        out: Tensor = self.proj_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return out.mean(1, keepdim=True)
 
 
 class Block(nn.Module):
@@ -103,6 +138,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int]]] = {
     "q, k, v of every dimension": (stacked(lambda: Packed("hdk")), (2, 2, 2)),
     "heads without a name": (stacked(Unnamed), (2, 2, 2)),
     "one block, called again": (Again, (1, 1, 1)),
+    "queries of its own": (stacked(lambda: Latents(1)), (2, 2, 2)),
+    "queries without samples": (stacked(Latents), (2, 2, 2)),
 }
 
 
@@ -119,6 +156,17 @@ def test_the_contract_holds_and_everything_is_found(name: str) -> None:
     sites = corp.find_sites(model)  # without a batch: loading has none
     assert (len(sites.mlp), len(sites.attention), len(sites.values)) == expected
     assert sites.proven == {site.name for site in sites}
+
+
+@pytest.mark.parametrize("odd", [SamplesSecond, AllSecond])
+def test_queries_meet_the_keys_of_their_own_sample_where_the_sequence_comes_first(odd: Any) -> None:
+    seed_all(3)
+    plain = stacked(lambda: Packed("khd"))().double().eval()
+    turned = stacked(lambda: odd("khd"))().double().eval()
+    turned.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(turned(tokens()), plain(tokens()))
+    a, b = (corp.calibrate(model, [tokens()]).grams_of("0.attend").total() for model in (plain, turned))
+    torch.testing.assert_close(b.head(1).cross(), a.head(1).cross())
 
 
 def test_layers_of_a_block_without_a_number_are_accounted_for() -> None:

@@ -32,6 +32,7 @@ T5 |= {"feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0}
 SWIN = {"img_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4)}
 
 
+LONG = {**TEXT, "attention_window": 4, "max_position_embeddings": 40, "pad_token_id": 1}
 ROPE = {"use_rot_pos_emb": True, "qkv_fused": False, "rope_type": "dinov3", "rope_rotate_half": True}
 
 
@@ -59,6 +60,13 @@ def ids(*names: str) -> dict[str, Tensor]:
     return {name: torch.randint(3, 50, (8, 11), generator=g) for name in names}
 
 
+def padded_ids() -> dict[str, Tensor]:
+    """Not a multiple of Longformer's window either."""
+    made = ids("input_ids")
+    made["attention_mask"] = (torch.arange(11) < torch.tensor([[11], [7]]).repeat(4, 1)).long()
+    return made
+
+
 def images(size: int = 16) -> Tensor:
     return torch.randn(8, 3, size, size, generator=seeded(1), dtype=torch.float64)
 
@@ -78,6 +86,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, i
         images,
         (3, 3, 3),
     ),
+    "cosine": (
+        lambda: timm.models.swin_transformer_v2.SwinTransformerV2(**{**SWIN, "num_heads": (4, 4)}),
+        images,
+        (3, 0, 3),
+    ),
+    "samples-second": (lambda: hf.LongformerModel(hf.LongformerConfig(**LONG)), padded_ids, (2, 2, 2)),
     "rope-2d": (
         lambda: timm.models.eva.Eva(**SMALL, **ROPE),
         images,
@@ -122,6 +136,12 @@ def test_the_whole_contract_holds(name: str) -> None:
     sites = corp.find_sites(model, batch)
     assert (len(sites.mlp), len(sites.attention), len(sites.values)) == MODELS[name][2]
     assert sites.proven == {site.name for site in sites}
+
+
+def test_cosine_attention_is_refused_with_its_reason() -> None:
+    for refusal in corp.find_sites(build("cosine"), images()).refused:
+        assert refusal.kind == "attn"
+        assert "its code normalises vectors" in refusal.reason
 
 
 def test_a_broken_promise_is_told() -> None:

@@ -20,7 +20,7 @@ from corp.adapters.linears import in_features, is_linear
 from corp.adapters.settle import settle
 from corp.adapters.structure import Claim
 from corp.calibration.batches import placement
-from corp.sites import Refusal, Site, layers_of
+from corp.sites import Refusal, Site, is_pointwise, layers_of
 
 SHAPE = (3, 7)  # samples and tokens
 # What a module may take besides the sequence without computing something else where it is not given.
@@ -74,14 +74,21 @@ def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed:
     """The sites that hold while the module runs alone."""
     if not claims and not fixed:
         return []
-    width = in_features(next(layer for layer in module.modules() if is_linear(layer)))
+    first = next(layer for layer in module.modules() if is_linear(layer) or is_pointwise(layer))
     device, dtype = placement(module)
-    x = torch.randn(*SHAPE, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    shape = (*SHAPE, in_features(first)) if is_linear(first) else _positions(first)
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         outcome = settle(model, lambda: module(x), claims, fixed, readings=True)
     except Exception:  # it takes something else: nothing is said
         return []
     return [site for site in outcome.sites if site.name in outcome.proven]
+
+
+def _positions(first: Any) -> tuple[int, ...]:
+    """The shape of a small map that a convolution takes."""
+    samples, side = SHAPE
+    return samples, in_features(first), *(side for _ in first.kernel_size)
 
 
 def _without(claim: Claim, places: set[tuple[str, str]]) -> Claim:

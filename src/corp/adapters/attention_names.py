@@ -12,7 +12,7 @@ from torch import nn
 from corp.adapters.linears import is_linear
 from corp.sites import Refusal
 
-_AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_|projection_|project_|att_proj_)?{}"
+_AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_|projection_|project_|att_proj_|proj_|fc_|dense_)?{}"
 _AFFIX += r"(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
 _PARTS = {
     letters: re.compile(_AFFIX.format(f"(?:{words})"), re.IGNORECASE)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 TOKENS, WAVE = 12, 4000
+SIDE = 64  # of an image for models that take any size (SegFormer)
 
 
 def examples(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
@@ -70,12 +71,13 @@ def _draw() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def image_like(module: Any, config: Any) -> Tensor:
-    """The image size that the patches were made for, or that the config names."""
+def image_like(module: Any, config: Any, samples: int = 1) -> Tensor:
+    """Images of the size that the patches were made for, or that the config names, with the model's channels."""
     size = getattr(getattr(module, "patch_embed", None), "img_size", None)
     channels, height, width = config["input_size"] if isinstance(config, dict) else config.input_size
+    channels = next((layer.in_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)), channels)
     height, width = size if isinstance(size, tuple | list) else (height, width)
-    return torch.randn(1, channels, height, width, generator=_draw())
+    return torch.randn(samples, channels, height, width, generator=_draw())
 
 
 def inputs(model: Any) -> dict[str, Tensor]:
@@ -86,7 +88,8 @@ def inputs(model: Any) -> dict[str, Tensor]:
     draw = _draw()
     size = 1 if getattr(config, "pad_token_id", None) is None else 2  # classifiers want padding for more than one
     made: dict[str, Tensor] = {}
-    if "pixel_values" in takes and (side := getattr(vision, "image_size", None)):
+    some = SIDE if getattr(model, "main_input_name", None) == "pixel_values" else None
+    if "pixel_values" in takes and (side := getattr(vision, "image_size", some)):
         height, width = side if isinstance(side, list | tuple) else (side, side)
         made["pixel_values"] = torch.randn(size, getattr(vision, "num_channels", 3), height, width, generator=draw)
     if "input_features" in takes and hasattr(config, "num_mel_bins"):

@@ -12,6 +12,7 @@ from transformers.initialization import no_init_weights
 
 from corp.adapters import hf_rotary, hf_text, hf_vision
 from corp.adapters.hf_layers import find_in
+from corp.adapters.hf_normed import normed_attentions
 from corp.adapters.registry import Adapter
 from corp.errors import ModelError
 from corp.sites import Finding
@@ -24,7 +25,10 @@ MOST_LAYERS = 1000  # a stranger's config must not build for hours
 
 def find(model: nn.Module) -> list[Finding] | None:
     """What the tables know; structure shows the rest of any model of transformers."""
-    return list(find_in(model, FAMILIES)) if isinstance(model, PreTrainedModel) else None
+    if not isinstance(model, PreTrainedModel):
+        return None
+    found = list(find_in(model, FAMILIES))
+    return [*found, *normed_attentions(model, {finding.name for finding in found})]
 
 
 def identify(model: nn.Module) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ def find_in(model: nn.Module, families: dict[str, Family]) -> Iterator[Finding]:
             continue
         owner = max((o for o in owners if _inside(name, o)), key=len)
         for attention in layer.attentions:
-            yield from _attention(model, name, owner, attention, family)
+            yield from attention_sites(model, name, owner, attention, family)
         yield from _mlps(module, name, owner, layer.mlps, family)
 
 
@@ -99,7 +99,7 @@ def _inside(name: str, owner: str) -> bool:
     return owner == "" or name.startswith(f"{owner}.")
 
 
-def _attention(model: nn.Module, layer: str, owner: str, entry: Attention, family: Family) -> Iterator[Finding]:
+def attention_sites(model: nn.Module, layer: str, owner: str, entry: Attention, family: Family) -> Iterator[Finding]:
     name = f"{layer}.{entry.path}"
     module: Any = _child(model, name)
     if module is None:

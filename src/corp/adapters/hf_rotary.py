@@ -14,7 +14,7 @@ _HEADS = {"heads": "config.num_attention_heads", "kv_heads": "config.num_key_val
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
 
 
-def _names(*out: str, parts: Any = _SEPARATE, extras: tuple[tuple[str, str], ...] = (), **other: Any) -> Names:
+def rotary_names(*out: str, parts: Any = _SEPARATE, extras: tuple[tuple[str, str], ...] = (), **other: Any) -> Names:
     return Names(parts, out, scale="scaling", drop="attention_dropout", extras=extras, **{**_HEADS, **other})
 
 
@@ -22,7 +22,7 @@ def _attention(cls: str, names: Names, **other: Any) -> Attention:
     return Attention("self_attn", cls, names, causal=True, convention=RotaryAttention, **other)
 
 
-def _window(module: Any) -> int | None:
+def window_of(module: Any) -> int | None:
     """The layer's own value if layers differ, otherwise the model's."""
     known: int | None = getattr(module, "sliding_window", None)
     return getattr(module.config, "sliding_window", None) if not hasattr(module, "sliding_window") else known
@@ -45,46 +45,57 @@ def _bidirectional(module: Any) -> str | None:
 
 WINDOW = (("sliding_window", "sliding_window"),)
 CONFIG_WINDOW = (("sliding_window", "config.sliding_window"),)
-NORMED = _names("o_proj", extras=WINDOW, norms=("q_norm", "k_norm"))
+NORMED = rotary_names("o_proj", extras=WINDOW, norms=("q_norm", "k_norm"))
 SOFTCAP = (("softcap", "attn_logit_softcapping"),)
 
 FAMILIES = (
-    _family("llama", "Llama", _attention("LlamaAttention", _names("o_proj"))),
+    _family("llama", "Llama", _attention("LlamaAttention", rotary_names("o_proj"))),
     _family(
-        "mistral", "Mistral", _attention("MistralAttention", _names("o_proj", extras=CONFIG_WINDOW), window=_window)
+        "mistral",
+        "Mistral",
+        _attention("MistralAttention", rotary_names("o_proj", extras=CONFIG_WINDOW), window=window_of),
     ),
-    _family("qwen2", "Qwen2", _attention("Qwen2Attention", _names("o_proj", extras=WINDOW), window=_window)),
-    _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=_window)),
+    _family("qwen2", "Qwen2", _attention("Qwen2Attention", rotary_names("o_proj", extras=WINDOW), window=window_of)),
+    _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=window_of)),
     Family(  # its MLPs are mixtures of experts, which structure shows
         "qwen3_moe.modeling_qwen3_moe",
-        {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=_window),))},
+        {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=window_of),))},
     ),
     Family(
         "qwen3_vl.modeling_qwen3_vl",
         {
             "Qwen3VLTextDecoderLayer": Layer(
-                (_attention("Qwen3VLTextAttention", _names("o_proj", norms=NORMED.norms)),),
+                (_attention("Qwen3VLTextAttention", rotary_names("o_proj", norms=NORMED.norms)),),
                 (Mlp("mlp", _GATED, "mlp.down_proj", cls="Qwen3VLTextMLP"),),
             )
         },
     ),
-    _family("gemma", "Gemma", _attention("GemmaAttention", _names("o_proj"), refuse=_bidirectional)),
+    _family("gemma", "Gemma", _attention("GemmaAttention", rotary_names("o_proj"), refuse=_bidirectional)),
     _family(
         "gemma2",
         "Gemma2",
         _attention(
-            "Gemma2Attention", _names("o_proj", extras=(*WINDOW, *SOFTCAP)), window=_window, refuse=_bidirectional
+            "Gemma2Attention",
+            rotary_names("o_proj", extras=(*WINDOW, *SOFTCAP)),
+            window=window_of,
+            refuse=_bidirectional,
         ),
     ),
     _family(
-        "gemma3", "Gemma3", _attention("Gemma3Attention", NORMED, window=_window, refuse=_bidirectional, gain_shift=1.0)
+        "gemma3",
+        "Gemma3",
+        _attention("Gemma3Attention", NORMED, window=window_of, refuse=_bidirectional, gain_shift=1.0),
     ),
-    _family("phi", "Phi", _attention("PhiAttention", _names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"),
+    _family(
+        "phi", "Phi", _attention("PhiAttention", rotary_names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"
+    ),
     _family(
         "phi3",
         "Phi3",
         _attention(
-            "Phi3Attention", _names("o_proj", parts=(("qkv_proj", "qkv"),), extras=CONFIG_WINDOW), window=_window
+            "Phi3Attention",
+            rotary_names("o_proj", parts=(("qkv_proj", "qkv"),), extras=CONFIG_WINDOW),
+            window=window_of,
         ),
         ("mlp.gate_up_proj",),
     ),
@@ -96,7 +107,7 @@ FAMILIES = (
                     Attention(
                         "attention",
                         "GPTNeoXAttention",
-                        _names(
+                        rotary_names(
                             "dense",
                             parts=(("query_key_value", "qkv"),),
                             by_head=True,

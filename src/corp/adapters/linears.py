@@ -9,8 +9,8 @@ from torch import nn
 
 from corp.calibration.hooks import NUMBERED
 from corp.calibration.threads import has_hooks
-from corp.sites import is_transposed, projection_of
-from corp.surgery.linear import why_not_linear
+from corp.sites import is_pointwise, is_transposed, projection_of
+from corp.surgery.linear import what_changes_it, why_not_linear
 from corp.surgery.padded import GatherLinear, ScatterLinear
 
 
@@ -20,8 +20,8 @@ def is_linear(module: object) -> bool:
 
 
 def linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer by name, in the order of registration."""
-    return {name: module for name, module in model.named_modules() if is_linear(module)}
+    """Every linear layer and convolution of one position by name, in the order of registration."""
+    return {name: module for name, module in model.named_modules() if is_linear(module) or is_pointwise(module)}
 
 
 def in_block(name: str) -> bool:
@@ -31,7 +31,7 @@ def in_block(name: str) -> bool:
 
 def not_linear(module: Any) -> str | None:
     """Why a layer cannot be cut; a library's own subclass of nn.Linear can if it computes what nn.Linear would."""
-    problem = why_not_linear(module)
+    problem = what_changes_it(module) if is_pointwise(module) else why_not_linear(module)
     if problem and type(module).__module__.startswith(("transformers.", "timm.")) and _acts_linear(module):
         return None
     return problem
@@ -48,6 +48,14 @@ def _acts_linear(module: Any) -> bool:
     x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(module.weight)
     with torch.no_grad():
         return torch.allclose(module(x), nn.functional.linear(x, module.weight, module.bias), rtol=1e-2, atol=1e-3)
+
+
+def is_channelwise(module: Any, width: int) -> bool:
+    """Whether a module treats every one of `width` channels alone: what it is made of can be cut like them."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        alone = module.groups == module.in_channels == module.out_channels == width
+        return bool(alone and what_changes_it(module) is None)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and what_changes_it(module) is None
 
 
 def out_features(module: Any) -> int:

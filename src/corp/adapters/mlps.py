@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from corp.adapters.linears import in_block, in_features, linears, not_linear, out_features
+from corp.adapters.linears import in_block, in_features, is_channelwise, is_linear, linears, not_linear, out_features
 from corp.calibration.hooks import modules_around
-from corp.sites import MLPSite, Refusal, Rows
+from corp.sites import MLPSite, Refusal, Rows, is_pointwise
 from corp.surgery.experts import Experts, expert_sites, why_packed
 
 _DOWN = re.compile(r"(?:fc2|fc_2|w2|wo|down|down_proj|c_proj|lin2|linear2|linear_2|fc_out|proj_out|output|"
@@ -18,25 +18,22 @@ _DOWN = re.compile(r"(?:fc2|fc_2|w2|wo|down|down_proj|c_proj|lin2|linear2|linear
                    r"(?:\.0|\.dense|\.linear)?$")  # fmt: skip
 
 
-def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) -> str | None:
-    """A module that has a parameter for every hidden channel (a norm, a convolution), registered among the layers.
+def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) -> list[str]:
+    """Modules that have a parameter for every hidden channel (norms, convolutions), registered among the layers.
 
     Of a module that is all MLP any will do, wherever it is registered.
     """
-    width = in_features(model.get_submodule(down))
+    widths = {in_features(model.get_submodule(down)), out_features(model.get_submodule(ups[0]))}
     order = list(model.get_submodule(home).named_modules(prefix=home))
     names = [name for name, _ in order]
     if not _is_small(model.get_submodule(home)):
         order = order[min(map(names.index, ups)) : names.index(down)]
-    return next(
-        (
-            name
-            for name, module in order
-            if name not in (*ups, down)
-            and any(p.numel() == width or p.shape[:1] == (width,) for p in module.parameters(recurse=False))
-        ),
-        None,
-    )
+    return [
+        name
+        for name, module in order
+        if name not in (*ups, down)
+        and any(p.numel() in widths or {*p.shape[:1]} & widths for p in module.parameters(recurse=False))
+    ]
 
 
 def experts(model: nn.Module) -> Iterator[MLPSite | Refusal]:
@@ -62,17 +59,24 @@ def mlps(model: nn.Module, taken: set[str], blocks: tuple[str, ...] = ()) -> Ite
     sites: set[str] = set()
     for home in names:
         prefix = f"{home}." if home else ""
-        here = {n: m for n, m in free.items() if n.startswith(prefix) and n.count(".") - prefix.count(".") <= 1}
-        while (found := _match(here)) is not None:
+        near = [n for n in free if n.startswith(prefix) and n.count(".") - prefix.count(".") <= 1]
+        while (found := _match({n: free[n] for n in near if n in free})) is not None:
             ups, down = found
             for name in (*ups, down):
-                del here[name], free[name]
+                del free[name]
             site = _site_name(model, home, down, sites)
             sites.add(site)
-            made = _mlp(model, site, ups, down)
-            if not isinstance(made, Refusal) and (between := per_channel(model, home, ups, down)):
-                made = Refusal(site, "mlp", f"{between} has parameters of its own for every hidden channel")
-            yield made
+            yield _around(model, _mlp(model, site, ups, down), per_channel(model, home, ups, down))
+
+
+def _around(model: nn.Module, made: MLPSite | Refusal, between: list[str]) -> MLPSite | Refusal:
+    """The MLP with what stands between its layers, if all of that treats channels one by one."""
+    if isinstance(made, Refusal):
+        return made
+    odd = [name for name in between if not is_channelwise(model.get_submodule(name), made.width)]
+    if odd:
+        return Refusal(made.name, "mlp", f"{odd[0]} has parameters of its own for every hidden channel")
+    return replace(made, between=tuple(between))
 
 
 def in_scope(model: nn.Module, name: str) -> bool:
@@ -93,8 +97,12 @@ def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
 
     The order decides where the first one is called like a second (`net.0.proj` before `net.2`).
     """
-    last = [name for name in here if _DOWN.match(_tail(name))]
-    return _fitting(here, last) or (_fitting(here, []) if last else None)
+    for one_kind in (is_linear, is_pointwise):
+        layers = {name: layer for name, layer in here.items() if one_kind(layer)}
+        last = [name for name in layers if _DOWN.match(_tail(name))]
+        if (found := _fitting(layers, last) or (_fitting(layers, []) if last else None)) is not None:
+            return found
+    return None
 
 
 def _fitting(here: dict[str, nn.Module], last: list[str]) -> tuple[tuple[str, ...], str] | None:
@@ -110,6 +118,8 @@ def _fitting(here: dict[str, nn.Module], last: list[str]) -> tuple[tuple[str, ..
             others = [n for n in others if names.index(n) < names.index(down)]
         if hidden == width and down not in last:
             continue  # nothing in the shapes tells the second from the first
+        if hidden < width and is_pointwise(here[down]):
+            continue  # the bottleneck of a residual network, or what weighs channels by their means
         ups = [n for n in others if out_features(here[n]) == hidden]
         packed = [n for n in others if out_features(here[n]) == 2 * hidden]
         if len(ups) in (1, 2):

@@ -3,8 +3,9 @@
 Random numbers take the place of what the layers of the sites give, once as they are and once transformed: channels
 permuted and half of them changed (MLP), values mapped and mapped back (V/O), queries and keys mapped by inverse
 transposes (Q/K; behind their norms, if they have some), or, under rotary positions, every pair rotated and scaled.
-What reaches the layer that consumes them must be the same. No weight is touched or even used, so the outcome is that
-of the architecture, not of its weights.
+What reaches the layer that consumes them must be the same. Modules that have weights for every channel see each in its
+own place, as if they were permuted too. No weight is touched, and no other is used, so the outcome is that of the
+architecture.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp.adapters.symmetry import Change, compared, made_by, noise, other_queries, transformed, undone
+from corp.adapters.symmetry import Change, compared, made_by, noise, other_queries, permuted, transformed, undone
 from corp.calibration.batches import evaluating, uncompiled, without_cache
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.threads import here
-from corp.sites import AttentionSite, MLPSite, Rows, Site
+from corp.sites import AttentionSite, MLPSite, Rows, Site, features_last
 
 Run = Callable[[], Any]
 
@@ -36,27 +37,36 @@ def tolerance(dtype: torch.dtype) -> float:
 class Trial:
     """One pass: what consuming layers took (`z`) and attention kernels (`kernels`: shapes and scale), by name.
 
-    `made` are the layers that were called and `ran` the attentions.
+    `made` are the layers that were called, with the shape of what they gave, and `ran` the attentions. `dtypes` are
+    those of what passed: under autocast, others than the model's.
     """
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
     kernels: dict[str, tuple[torch.Size, torch.Size, float]] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)
+    made: dict[str, torch.Size] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
     output: list[Tensor] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    @property
+    def limit(self) -> float:
+        """The relative difference up to which another pass agrees with this one."""
+        return max(map(tolerance, self.dtypes or {torch.get_default_dtype()}))
 
 
 @dataclass(frozen=True)
 class Places:
     """The layers whose outputs are random in a trial, those whose inputs are looked at, and attentions by the latter.
 
-    An attention without a known output projection is looked at where it ends.
+    An attention without a known output projection is looked at where it ends. What is `passed` on the way from the
+    first to the second is looked at too, and not replaced.
     """
 
     makers: tuple[str, ...]
     takers: tuple[str, ...]
     ends: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
 
 
 def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
@@ -64,13 +74,15 @@ def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
     ends = [s.attention for s in sites if isinstance(s, AttentionSite) and s.attention not in downs]
     takers = [*(s.down for s in sites if not isinstance(s, AttentionSite)), *downs.values()]
     attentions = [s.attention for s in sites if not isinstance(s, MLPSite)]
-    return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends, attentions)))
+    passed = [name for s in sites if isinstance(s, MLPSite) for name in s.between]
+    return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends, attentions, passed)))
 
 
 def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
     """Run the model with random numbers for what its layers make, transformed for `sites`.
 
-    With `control`, queries alone are replaced: where nothing changes, a proof about them would prove nothing.
+    With `control`, queries and keys of the first half of the samples are replaced by others: where nothing changes, a
+    proof about them would prove nothing, and the other half must not change.
     """
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
@@ -82,6 +94,11 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
         handles.append(
             model.get_submodule(name).register_forward_hook(here(_inject(name, trial, changes.get(name, []))))
         )
+    for name in places.passed:
+        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_pass(name, trial))))
+    for site, name in [(s, n) for s in sites if isinstance(s, MLPSite) for n in s.between]:
+        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_back(site))))
+        handles.append(model.get_submodule(name).register_forward_hook(here(_forth(site))))
     for name in places.takers:
         handles.append(model.get_submodule(name).register_forward_pre_hook(here(_take(name, trial))))
     for name in places.attentions:
@@ -114,25 +131,54 @@ def _quiet_randomness() -> Iterator[None]:
 def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
     calls = 0
 
-    def after(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    def after(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        trial.made.add(name)
-        x = noise(f"{name}/{calls}", output)
+        trial.made[name] = output.shape
+        trial.dtypes.add(output.dtype)
+        made = noise(f"{name}/{calls}", output)
+        x = features_last(module, made)
         for rows, change in changes:
             x[..., rows.index] = change(x[..., rows.index])
-        return x
+        return made
 
     return after
 
 
 def _take(name: str, trial: Trial) -> Any:
-    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         seen = trial.z.setdefault(name, [])
-        seen.append(args[0].detach().clone())
+        trial.dtypes.add(args[0].dtype)
+        seen.append(features_last(module, args[0].detach()).clone())
         return noise(f"{name}/in/{len(seen)}", args[0]), *args[1:]
 
     return before
+
+
+def _pass(name: str, trial: Trial) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        trial.z.setdefault(name, []).append(features_last(module, args[0].detach()).clone())
+
+    return before
+
+
+def _back(site: MLPSite) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return in_place(module, args[0], lambda x: undone(site, x)), *args[1:]
+
+    return before
+
+
+def _forth(site: MLPSite) -> Any:
+    return lambda module, _args, output: in_place(module, output, lambda x: permuted(site, x))
+
+
+def in_place(module: nn.Module, x: Tensor, change: Change) -> Tensor:
+    """The tensor with its features changed, wherever the module has them."""
+    made = x.clone()
+    view = features_last(module, made)
+    view.copy_(change(view.clone()))
+    return made
 
 
 def _end(name: str, trial: Trial) -> Any:
@@ -163,7 +209,12 @@ def tensors(output: Any) -> Iterator[Tensor]:
 
 
 def difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:
-    """The relative difference at the consuming layer `at`; None where nothing passed."""
+    """The relative difference at the consuming layer `at` and on the way to it; None where nothing passed."""
+    found = [_difference(site, place, base, trial) for place in (*getattr(site, "between", ()), at)]
+    return None if None in found else max(one for one in found if one is not None)
+
+
+def _difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:
     before, after = base.z.get(at, []), trial.z.get(at, [])
     if not before or len(before) != len(after):
         return None if not before and not after else float("inf")
@@ -188,10 +239,10 @@ def same_output(base: Trial, trial: Trial) -> bool:
     """Whether the model ends as it did: nothing else may use what a site's layers make."""
     if len(base.output) != len(trial.output):
         return False
-    return all(_same(a, b) for a, b in zip(base.output, trial.output, strict=True))
+    return all(_same(a, b, base.limit) for a, b in zip(base.output, trial.output, strict=True))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same(a: Tensor, b: Tensor, limit: float) -> bool:
     if a.shape != b.shape:
         return False
     if not a.numel():
@@ -200,4 +251,4 @@ def _same(a: Tensor, b: Tensor) -> bool:
     x, y = a.to(wide), b.to(wide)  # not wider: logits of a large vocabulary are most of the work
     size: float = float(x.nan_to_num().square().mean()) ** 0.5
     apart = float((x - y).nan_to_num().abs().max())
-    return apart <= 10 * tolerance(a.dtype) * max(1e-30, size)
+    return apart <= 10 * max(tolerance(a.dtype), limit) * max(1e-30, size)

@@ -197,7 +197,8 @@ def _prefixed(finding: Finding, prefix: str) -> Finding:
     name = under(finding.name)
     if isinstance(finding, MLPSite):
         up = tuple(map(at, finding.up))
-        return replace(finding, name=name, up=up, down=under(finding.down), mask=told(finding.mask))
+        down, between = under(finding.down), tuple(map(under, finding.between))
+        return replace(finding, name=name, up=up, down=down, mask=told(finding.mask), between=between)
     if isinstance(finding, AttentionSite):
         q_mask, k_mask = told(finding.q_mask), told(finding.k_mask)
         norm = finding.norm and replace(finding.norm, q=under(finding.norm.q), k=under(finding.norm.k))

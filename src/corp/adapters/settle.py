@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from corp.adapters.mlps import packings
-from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output, tolerance
-from corp.adapters.structure import Claim
+from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output
+from corp.adapters.structure import Claim, normalises
 from corp.adapters.symmetry import made_by
-from corp.calibration.batches import placement
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
 
@@ -88,8 +87,9 @@ class _Work:
             every += [*claim.qk, *claim.vo]
         places = places_of(every, self.downs)
         self.places = replace(places, attentions=(*places.attentions, *map(module_of, bare)))
-        self.limit = tolerance(placement(model)[1])
         self.base = self.attempt([])
+        self.limit = self.base.limit
+        self.control = self.base
         self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values proved
 
     def attempt(self, sites: Sequence[Site], **options: Any) -> Trial:
@@ -104,11 +104,15 @@ class _Work:
         trial = self.attempt(every)
         by_attention = {s.attention: s for s in every if isinstance(s, ValueSite)}
         judged = [(s, by_attention.get(s.attention, s) if isinstance(s, AttentionSite) else s) for s in every]
-        claimed = [s for s in first_ways(self.claims) if isinstance(s, AttentionSite)]
+        claimed = {s.name for s in first_ways(self.claims) if isinstance(s, AttentionSite)}
         if not all(self._agrees(judge, trial) and not _unreadable(site, trial) for site, judge in judged):
             return False
-        if not same_output(self.base, trial) or not self._sensitive(claimed):
+        found_by_structure = [s for s in every if isinstance(s, AttentionSite) and s.padded]
+        control = self.attempt(found_by_structure, control=True) if found_by_structure else self.base
+        sensitive = all(self._changes(s, control) for s in found_by_structure if s.name in claimed)
+        if not same_output(self.base, trial) or not sensitive:
             return False
+        self.control = control
         for site in every:
             self._accept(site, outcome, trial)
         return True
@@ -117,15 +121,21 @@ class _Work:
         found = difference(site, self.at(site), self.base, trial)
         return found is not None and found <= self.limit
 
-    def _sensitive(self, sites: Sequence[Site]) -> bool:
-        """Whether other queries change every one of these attentions: otherwise nothing would show."""
-        if not sites:
-            return True
-        control = self.attempt(sites, control=True)
-        return all(self._changes(site, control) for site in sites)
-
     def _changes(self, site: Site, control: Trial) -> bool:
+        """Whether other queries and keys change this attention: otherwise nothing would show."""
         return (difference(site, self.at(site), self.base, control) or 0) > 3 * self.limit
+
+    def _batch_first(self, site: AttentionSite) -> bool:
+        """Whether samples come first where queries are made: otherwise the first half of them are not samples.
+
+        The last sample changes then, and the second dimension is as long as the batch.
+        """
+        shape = self.base.made.get(site.q.module, ())[:2]
+        before, after = (trial.z.get(self.at(site), []) for trial in (self.base, self.control))
+        if len(shape) < 2 or shape[0] < 2:
+            return True
+        fits = [pair for pair in zip(before, after, strict=False) if len(pair[0]) > 1 and _swapped(shape, pair[0])]
+        return not any((distance([(old[-1], new[-1])]) or 0) > self.limit for old, new in fits)
 
     def values(self, outcome: Outcome) -> None:
         """MLPs and values: no attention needs to be right for them."""
@@ -145,8 +155,8 @@ class _Work:
         for claim in self.claims:
             ways = [s for s in claim.qk if _same_layout(s, self.chosen.get(claim.parts.name))]
             waiting += [(claim, ways)] if ways else []
-        control = self.attempt([ways[0] for _, ways in waiting], control=True) if waiting else self.base
-        sensitive = [one for one in waiting if self._changes(one[1][0], control)]
+        self.control = self.attempt([ways[0] for _, ways in waiting], control=True) if waiting else self.base
+        sensitive = [one for one in waiting if self._changes(one[1][0], self.control)]
         for one in waiting:
             if one not in sensitive:
                 self._undecided(one[0], one[1][0], one[1], outcome)
@@ -174,6 +184,8 @@ class _Work:
                         left.append((claim, ways))
                     else:
                         reason = f"tried out on the model, {WHAT[site.kind]} (by {best[site.name]:.2g} of its size)"
+                        if isinstance(site, AttentionSite):
+                            reason += normalises(self.model.get_submodule(site.attention))
                         outcome.refused.append(Refusal(site.name, site.kind, reason))
             waiting, number = left, number + 1
 
@@ -198,6 +210,8 @@ class _Work:
     def _accept(self, site: Site, outcome: Outcome, trial: Trial) -> None:
         if isinstance(site, AttentionSite) and site.padded and site.attention in trial.kernels:
             site = replace(site, scale=float(trial.kernels[site.attention][2]))
+        if isinstance(site, AttentionSite) and site.padded and not self._batch_first(site):
+            site = replace(site, batch_first=False)
         if isinstance(site, ValueSite) and isinstance(site.build, Padded):
             self.chosen[site.attention] = site.build
         outcome.sites.append(site)
@@ -227,10 +241,16 @@ class _Work:
     def _apart(self, sites: Sequence[Site], trial: Trial) -> bool:
         """Whether what these sites make reaches their own consuming layers only."""
         own = {self.at(site) for site in sites if not isinstance(site, AttentionSite)}
+        own |= {name for site in sites if isinstance(site, MLPSite) for name in site.between}
         others = [
             list(zip(z, trial.z.get(name, []), strict=False)) for name, z in self.base.z.items() if name not in own
         ]
         return same_output(self.base, trial) and all((distance(pairs) or 0) <= self.limit for pairs in others)
+
+
+def _swapped(made: Sequence[int], taken: Tensor) -> bool:
+    """Whether queries that were made (n, B, C) may be what a layer takes as (B, n, C), or in the same order."""
+    return made[1] == len(taken) or tuple(made) == tuple(taken.shape[:2])
 
 
 def _same_layout(site: AttentionSite, chosen: Padded | None) -> bool:

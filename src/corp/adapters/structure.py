@@ -22,8 +22,8 @@ from corp.surgery.hf_attention import NarrowAttention
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
 
 NORMALISED = (
-    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it for Qwen3 "
-    "and Gemma 3 only"
+    "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it only where "
+    "every head is normalised alone and then rotated, as in Qwen3"
 )
 _ROTARY = ("rotary", "rope", "rot_emb", "position_embeddings", "freqs_c")  # in the names of what is used
 NARROWED = "it was narrowed already; prune the dense model instead"
@@ -77,6 +77,13 @@ def normed(module: nn.Module) -> bool:
         r"(?:q|k|qk|query|key|q_?a?|k_?a?)_?(?:layer_?norm|norm|ln|layernorm)$|norm_?(?:q|k)$|(?:q|k)_ln$"
     )
     return any(pattern.match(name) and not isinstance(child, nn.Identity) for name, child in module.named_children())
+
+
+def normalises(module: nn.Module) -> str:
+    """What to add to the number of a trial if an attention's code makes its queries and keys as long as one."""
+    if "normalize" not in _names_in(type(module), None):
+        return ""
+    return "; its code normalises vectors, and the length of a head is not that of the dimensions that are kept"
 
 
 def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:

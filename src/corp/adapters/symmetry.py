@@ -54,8 +54,15 @@ def transformed(site: Site) -> list[tuple[Rows, Change]]:
 
 
 def other_queries(site: Site) -> list[tuple[Rows, Change]]:
-    """Not scaled ones: a norm would hide that."""
-    return [(made_by(site)[0], lambda x: noise(f"{site.name}/control", x))] if isinstance(site, AttentionSite) else []
+    """Other queries and keys in the first half of the samples. Not scaled ones: a norm would hide that."""
+    if not isinstance(site, AttentionSite):
+        return []
+
+    def half(x: Tensor, seed: int) -> Tensor:
+        first = torch.arange(len(x), device=x.device) < max(1, len(x) // 2)
+        return torch.where(first.view(-1, *[1] * (x.dim() - 1)), noise(f"{site.name}/control/{seed}", x), x)
+
+    return [(rows, partial(half, seed=i)) for i, rows in enumerate(made_by(site))]
 
 
 def undone(site: Site, z: Tensor) -> Tensor:
@@ -66,6 +73,11 @@ def undone(site: Site, z: Tensor) -> Tensor:
         back = torch.linalg.inv(value_maps(site))
         return by_head(z, back.repeat_interleave(site.heads // site.groups, 0))
     return z
+
+
+def permuted(site: MLPSite, x: Tensor) -> Tensor:
+    """What `undone` takes back."""
+    return x[..., _channels(site)[0].to(x.device)]
 
 
 def compared(site: Site, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

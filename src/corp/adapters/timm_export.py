@@ -9,6 +9,7 @@ import torch
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
+from corp.adapters.examples import image_like
 from corp.adapters.registry import Library, find_sites
 from corp.adapters.timm_models import from_folder
 from corp.adapters.timm_vit import rebuild
@@ -22,6 +23,8 @@ def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> d
     if widths == {site.name: site.width for site in sites}:
         return identity
     several = sorted(set(widths.values()))
+    if not isinstance(getattr(model, "embed_dim", None), int):
+        raise StorageError(f"{identity['architecture']} has no mlp_ratio of one width; use profile='compat'")
     if len(several) > 1:
         raise StorageError(
             f"the MLPs are {several[0]} to {several[-1]} channels wide, but timm has one mlp_ratio for all of them; "
@@ -60,9 +63,7 @@ def read(_identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> nn.Modu
 
 def example(model: nn.Module) -> Tensor:
     made: Any = model  # timm's models have attributes that nn.Module does not declare
-    patches = made.patch_embed
-    height, width = patches.img_size or made.pretrained_cfg["input_size"][1:]
-    return torch.randn(2, patches.proj.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    return image_like(made, made.pretrained_cfg, samples=2)
 
 
 def companions(_sources: list[str], _folder: Path) -> list[str]:

@@ -129,14 +129,20 @@ def _img_size(model: Any) -> Any:
 
 
 def _channels(model: Any) -> Any:
-    return getattr(getattr(getattr(model, "patch_embed", None), "proj", None), "in_channels", None)
+    return next((layer.in_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+
+
+def _pooling(model: Any) -> str | None:
+    """By its name; convolutional models keep the module instead, which says nothing."""
+    pool = getattr(model, "global_pool", None)
+    return pool if isinstance(pool, str) else None
 
 
 _ARGS: dict[str, Callable[[Any], Any]] = {
     "num_classes": lambda m: m.num_classes,
     "img_size": _img_size,
     "in_chans": _channels,
-    "global_pool": lambda m: getattr(m, "global_pool", None),
+    "global_pool": _pooling,
     "dynamic_img_size": lambda m: bool(getattr(m, "dynamic_img_size", False)),
 }
 _PREPROCESSING = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")

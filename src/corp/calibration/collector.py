@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from corp.calibration.grams import Grams
 from corp.calibration.heads import Heads, lengths_of, normed, split_heads
-from corp.calibration.hooks import block_of, removing, without_fast_path
+from corp.calibration.hooks import block_of, removing, without_autocast, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
@@ -21,9 +21,9 @@ from corp.calibration.multihead import averages, is_causal, padding, project
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import AnySums, Sums, empty_sums
 from corp.calibration.threads import here
-from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, real_tokens
+from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, of_same_samples, real_tokens
 from corp.errors import StatisticsError
-from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite, features_last
 
 
 class Cursor(NamedTuple):
@@ -102,7 +102,8 @@ class Collector:
             first = self.sums[name].fit
             if moments.shift is None and isinstance(first, Moments) and first.shift is not None:
                 moments.shift = first.shift.clone()  # held-out sums about the fitted ones' shift, alone or with others
-            moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
+            with without_autocast(x.device):
+                moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
             _require_finite(moments, name)
 
         return self.before(model, site, see)
@@ -112,11 +113,13 @@ class Collector:
         name = block_of(site.down)
         if name is None:
             return []
-        either_way: Any = model.get_submodule(site.down).weight  # (out, in), or (in, out) of a Conv1D
+        layer: Any = model.get_submodule(site.down)
+        either_way = layer.weight.shape[:2]  # (out, in), or (in, out) of a Conv1D
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             stream = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(stream, Tensor) and stream.shape[-1] in either_way.shape:
+            stream = features_last(layer, stream) if isinstance(stream, Tensor) else stream
+            if isinstance(stream, Tensor) and stream.shape[-1] in either_way:
                 self._current(site.name, Moments).see_stream(real_tokens(*self._by_sample(site, stream)))
 
         return [model.get_submodule(name).register_forward_hook(here(after))]
@@ -127,7 +130,7 @@ class Collector:
         """Show the input of the linear as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
-        hook = here(lambda _module, args: see(*self._by_sample(site, args[0])))
+        hook = here(lambda module, args: see(*self._by_sample(site, features_last(module, args[0]))))
         return model.get_submodule(site.down).register_forward_pre_hook(hook)
 
     def _by_sample(self, site: LinearSite | OutputHead, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -167,7 +170,7 @@ class Collector:
                 seen = {side: x.clone() for side, x in seen.items()}
             if len(seen) == 2:
                 q, k = seen.pop("q"), seen.pop("k")
-                q, k = as_batch(q[:, None] if q.dim() < k.dim() else q), as_batch(k)  # one query, of a class token
+                q, k = of_same_samples(q, k, batch_first=site.batch_first)
                 masks = self.masks.of(site.q_mask), self.masks.of(site.k_mask)
                 features = lengths_of(site, q, k)
                 if site.norm is not None:
@@ -220,6 +223,10 @@ class Collector:
 
     def add(self, site: AttentionSite, heads: Heads) -> None:
         """Add the products of rotated dimensions, and of the plain ones behind them, to the sums."""
+        with without_autocast(heads.q.device):
+            self._add(site, heads)
+
+    def _add(self, site: AttentionSite, heads: Heads) -> None:
         if site.rotary:
             causal = heads.causal and self.causal and heads.q.shape[2] == heads.k.shape[2]
             mask = fitting(heads.q_mask, heads.q.transpose(1, 2), site.q_mask)

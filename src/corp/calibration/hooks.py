@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +23,13 @@ def without_fast_path() -> AbstractContextManager[None]:
         return lambda: torch.backends.mha.set_fastpath_enabled(fast)
 
     return shared({"fast path": change})
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Inside, products are computed as precisely as their factors: autocast is about the model, not about sums."""
+    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
+        yield
 
 
 @contextmanager

@@ -49,6 +49,16 @@ def as_batch(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 2 else x.flatten(1, -2)
 
 
+def of_same_samples(q: Tensor, k: Tensor, *, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, n, C): the one query of a class token has no length, and a model's own ones no samples."""
+    if q.dim() < k.dim():
+        q = q[:, None] if len(q) == len(k) else q[None]
+    q, k = (as_batch(x) if batch_first else x.transpose(0, 1) for x in (q, k))
+    samples = max(len(q), len(k))
+    q, k = (x.expand(samples, -1, -1) if len(x) == 1 else x for x in (q, k))
+    return q, k
+
+
 def as_samples(x: Tensor, mask: Tensor | None, size: int, *, batch_first: bool) -> Tensor:
     """Tokens by sample: some models flatten (B, n, D) to (B n, D) before the MLP, some put the sequence first."""
     if x.dim() == 3:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from corp.adapters.registry import find_sites
 from corp.api import calibrate
-from corp.calibration.batches import Forward, evaluating, feed
+from corp.calibration.batches import Forward, evaluating, feed, first_batch
 from corp.calibration.collector import Collector
+from corp.calibration.hooks import removing
 from corp.calibration.settings import Settings
+from corp.calibration.threads import here
 from corp.calibration.tokens import real_tokens
 from corp.errors import ModelError, PlanError
 from corp.evaluate.logits import LogitErrors, heads_at, rotated_heads_at
@@ -88,17 +90,31 @@ def check(
         raise PlanError("the dense model has other weights than the one that was pruned; give that one")
     sites = find_sites(dense)
     stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
+    epsilon = _coarsest(pruned, first_batch(batches), forward) ** ACCUMULATED
     both = Both(dense, pruned, sites, stats, plan)
     checked = []
     with evaluating(dense), evaluating(pruned), torch.no_grad():
         for group in match(sites, plan):
             for site, site_plan in group:
-                finding = _Trial(both, site, site_plan, batches, forward).finding()
+                finding = _Trial(both, site, site_plan, batches, forward).finding(epsilon)
                 if finding is not None:
                     checked.append(Checked(site_plan.relative_error, finding))
             if progress:
                 progress(1)
     return checked
+
+
+def _coarsest(model: nn.Module, batch: Any, forward: Forward | None) -> float:
+    """The largest rounding error of what the model's layers give: under autocast, it is not that of its weights."""
+    found = {next(model.parameters()).dtype}
+
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        found.update({output.dtype} if isinstance(output, Tensor) and output.is_floating_point() else ())
+
+    hooks = [module.register_forward_hook(here(note)) for module in model.modules()]
+    with torch.no_grad(), evaluating(model), removing(hooks):
+        feed(model, batch, forward)
+    return max(torch.finfo(dtype).eps for dtype in found)
 
 
 def require_equal(checked: Sequence[Checked]) -> None:
@@ -124,7 +140,7 @@ class _Trial:
         elif isinstance(site, AttentionSite) and self.rows is not None:
             self.narrow = replace(site, q=self.rows["q"], k=self.rows["k"])
 
-    def finding(self) -> Finding | None:
+    def finding(self, epsilon: float) -> Finding | None:
         """The error that the sums predict, and the one that is measured; None where nothing can be compared."""
         both, site, estimated = self.both, self.site, 0.0
         if isinstance(site, MLPSite) and site.experts and not both.stats.moments_of(site.name).total().n:
@@ -143,7 +159,6 @@ class _Trial:
             moments = both.stats.moments_of(site.name).total()
             W = projection_at(both.dense, site.down).weight.cpu().double()
             energy = output_energy(W, moments.mean, moments.cov())
-        epsilon = torch.finfo(next(both.pruned.parameters()).dtype).eps ** ACCUMULATED
         return Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
 
     @cached_property
@@ -197,9 +212,10 @@ class _Trial:
             with self._swapped(), given.replayed(dense):
                 x_new = _inputs(dense, narrow, batch, self.forward)
             if isinstance(site, ValueSite) and site.padded:
-                y, y_new = F.linear(x, *old), pruned.get_submodule(site.down)(x_new)  # which picks what is left
+                down: Any = pruned.get_submodule(site.down)  # which picks what is left
+                y, y_new = F.linear(x.to(old.weight), *old), down(x_new.to(down.weight))
             else:
-                y, y_new = (F.linear(part, *layer) for part, layer in ((x, old), (x_new, new)))
+                y, y_new = (F.linear(part.to(layer.weight), *layer) for part, layer in ((x, old), (x_new, new)))
             total += float((y.double() - y_new.double()).square().sum())
             tokens += len(y)
         return total / max(1, tokens)

@@ -15,7 +15,7 @@ from corp.calibration.batches import Forward, evaluating, run
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.masks import bound
 from corp.calibration.threads import here
-from corp.sites import AttentionSite, MLPSite, Site, ValueSite, layers_of, projection_at, rows_of
+from corp.sites import AttentionSite, MLPSite, Site, ValueSite, features_last, layers_of, projection_at, rows_of
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
         makers = [(site.q, site.heads, q), (site.k, site.groups, k)]
         macs = 0 if site.padded else site.heads * q.tokens * k.length  # the logits
     params = 0
+    for name in site.between if isinstance(site, MLPSite) else ():
+        module = model.get_submodule(name)
+        params += sum(p.numel() for p in module.parameters()) // site.width
+        macs += seen[name].tokens * sum(p[0].numel() for p in module.parameters() if p.dim() > 1)  # a convolution's
     for rows, count, made in makers:
         layer = rows_of(model, rows)
         macs += count * made.tokens * layer.weight.shape[1]
@@ -106,7 +110,7 @@ def _watch(model: nn.Module, sites: list[Site], batch: Any | None, forward: Forw
         module: Any = model.get_submodule(name)
         if not isinstance(getattr(module, "in_proj_weight", None), Tensor):
             handle: RemovableHandle = module.register_forward_hook(
-                here(lambda _module, _args, output: note(name, output))
+                here(lambda module, _args, output: note(name, features_last(module, output)))
             )
             return handle
 

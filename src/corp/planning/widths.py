@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from corp.errors import PlanError, RecipeError
 from corp.recipe import AUTO, Recipe, kept_width
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
 
+Entry = TypeVar("Entry", Site, Refusal)
 NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
 WHOLE = 7 / 8  # heads that would keep more are left whole under round_to="auto": narrower, they are slower
 EXPERTS = 8  # of a number that has two bytes or more
@@ -90,7 +92,10 @@ def _as_wide_as_queries(site: ValueSite, sites: Sites, recipe: Recipe) -> int:
 
 
 def require_prunable(sites: Sites, recipe: Recipe) -> None:
-    """Refuse a request for sites that cannot be pruned, unless they are skipped; a target asks for none by name."""
+    """Refuse a request if nothing of what it asks for can be pruned; a target asks for no site by name.
+
+    Where only some of it cannot, `left_whole` says so. Heads that have to be equal are all or none.
+    """
     if not isinstance(recipe, Recipe):
         raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
     if not len(sites) and sites.output is None:
@@ -102,12 +107,40 @@ def require_prunable(sites: Sites, recipe: Recipe) -> None:
             raise PlanError(f"the glob {glob!r} matches no site; they are called {some}")
     if recipe.has_target:
         return
-    refused = [r for r in sites.refused if recipe.sparsity(r.kind, r.name) > 0 and not recipe.skips(r.name)]
-    if refused:
-        kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
-        raise PlanError(
-            f"cannot prune {_reasons(refused)}. Leave them alone with skip=[...] over their names, or {kinds}"
-        )
+    for request in _requests(recipe):
+        refused = _asked(sites.refused, recipe, request)
+        if refused and (recipe.equal_heads or not _asked(sites, recipe, request)):
+            kinds = " and ".join(f"{kind}=0" for kind in dict.fromkeys(r.kind for r in refused))
+            raise PlanError(
+                f"cannot prune {_reasons(refused)}. Leave them alone with skip=[...] over their names, or {kinds}"
+            )
+
+
+def left_whole(sites: Sites, recipe: Recipe) -> list[str]:
+    """A sentence for every kind of which some sites are pruned as asked and others cannot be."""
+    if recipe.has_target:
+        return []
+    notes = []
+    for kind, what in NAMES.items():
+        refused = _asked(sites.refused, recipe, (kind, "*"))
+        total = len(refused) + len(_asked(sites, recipe, (kind, "*")))
+        if refused:
+            share = f"{len(refused)} of {total} {what}"
+            notes.append(f"{share} keep their width, they cannot be pruned: {_reasons(refused)}")
+    return notes
+
+
+def _requests(recipe: Recipe) -> list[tuple[str, str]]:
+    """What a recipe asks for: kinds of sites, each with the names (a glob) that it is asked of."""
+    overridden = [(kind, glob) for glob, changes in recipe.overrides.items() for kind in changes]
+    return [*((kind, "*") for kind in NAMES), *overridden]
+
+
+def _asked(entries: Iterable[Entry], recipe: Recipe, request: tuple[str, str]) -> list[Entry]:
+    """Those of the sites or refusals that a request is about: of its kind and name, not skipped, with a share."""
+    kind, glob = request
+    found = [entry for entry in entries if entry.kind == kind and fnmatchcase(entry.name, glob)]
+    return [entry for entry in found if not recipe.skips(entry.name) and recipe.sparsity(kind, entry.name) > 0]
 
 
 def _reasons(refused: Sequence[Refusal]) -> str:

@@ -22,9 +22,11 @@ from corp.sites.kinds import heads_of as heads_of
 from corp.sites.kinds import layers_of as layers_of
 from corp.sites.kinds import module_of as module_of
 from corp.sites.weights import Projection as Projection
+from corp.sites.weights import features_last as features_last
 from corp.sites.weights import fingerprint as fingerprint
 from corp.sites.weights import fingerprint_of as fingerprint_of
 from corp.sites.weights import gains_of as gains_of
+from corp.sites.weights import is_pointwise as is_pointwise
 from corp.sites.weights import is_transposed as is_transposed
 from corp.sites.weights import projection_at as projection_at
 from corp.sites.weights import projection_of as projection_of

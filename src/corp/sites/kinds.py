@@ -96,6 +96,7 @@ class Rotary:
 class MLPSite:
     """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`.
 
+    `between` are modules on the way that have parameters for every channel and mix none (a depthwise convolution).
     Its tokens come as (B, n, D), or (n, B, D) if not `batch_first`. An expert sees only the tokens that are routed to
     it; `experts` is the module that holds it and its like, which all keep one width.
     """
@@ -106,6 +107,7 @@ class MLPSite:
     mask: Mask | None = None
     batch_first: bool = True
     experts: str | None = None
+    between: tuple[str, ...] = ()
     kind: ClassVar[str] = "mlp"
 
     @property
@@ -178,7 +180,8 @@ class AttentionSite:
     keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
     of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
     `scale` is what logits are multiplied by before the softmax; rotary sites need it. `norm`: whole heads are
-    normalised before they are rotated. At least `least` dimensions per head are kept.
+    normalised before they are rotated. At least `least` dimensions per head are kept. Projections give (B, n, C), or
+    (n, B, C) if not `batch_first`.
     """
 
     name: str
@@ -196,6 +199,7 @@ class AttentionSite:
     padded: bool = False
     norm: QKNorm | None = None
     least: int = 0
+    batch_first: bool = True
     kind: ClassVar[str] = "attn"
 
     @property
@@ -258,8 +262,9 @@ def layers_of(site: Site) -> list[str]:
     """The modules whose parameters pruning the site narrows."""
     if isinstance(site, AttentionSite):
         return list(dict.fromkeys((site.q.module, site.k.module)))
-    makers = site.up if isinstance(site, MLPSite) else (site.v,)
-    return list(dict.fromkeys((*(rows.module for rows in makers), site.down)))
+    if isinstance(site, MLPSite):
+        return list(dict.fromkeys((*(rows.module for rows in site.up), *site.between, site.down)))
+    return list(dict.fromkeys((site.v.module, site.down)))
 
 
 def heads_of(site: Site) -> int | None:

@@ -61,6 +61,21 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
+def is_pointwise(module: object) -> bool:
+    """A convolution of one position, which maps the channels of every position as a linear layer does."""
+    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return False
+    conv: Any = module
+    alone = {*conv.kernel_size, *conv.stride} == {1} and conv.groups == 1
+    return alone and (isinstance(conv.padding, str) or not any(conv.padding))
+
+
+def features_last(module: nn.Module, x: Tensor) -> Tensor:
+    """A view of what a module takes or gives, with features last; convolutions have them after the samples."""
+    channels_first = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.modules.batchnorm._BatchNorm)
+    return x.movedim(1, -1) if channels_first and x.dim() > 1 else x
+
+
 def projection_at(model: nn.Module, name: str) -> Projection:
     """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
     return projection_of(model.get_submodule(name))
@@ -69,6 +84,8 @@ def projection_at(model: nn.Module, name: str) -> Projection:
 def projection_of(module: Any) -> Projection:
     weight = module.weight.detach()
     bias = None if module.bias is None else module.bias.detach()
+    if is_pointwise(module):
+        return Projection(weight.flatten(1), bias)
     return Projection(weight.mT if is_transposed(module) else weight, bias)
 
 

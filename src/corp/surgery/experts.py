@@ -75,6 +75,8 @@ def _site(name: str, number: int, module: Experts, expert: Expert) -> MLPSite:
 def why_packed(module: nn.Module) -> str | None:
     """Why the experts in a module cannot be taken apart; None where it holds none, or they can."""
     matrices = [p for p in module.parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1]
+    if type(module).__module__.startswith("torch.nn."):
+        return None  # torch has no experts: norms over maps and weights of convolutions in parts have such parameters
     if len(matrices) < 2 and not (matrices and "expert" in type(module).__name__.lower()):
         return None
     kind = f"{type(module).__name__} keeps its experts packed in one parameter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from corp.calibration.threads import has_hooks
 from corp.numerics.affine import Folded
-from corp.sites import LinearSite, MLPSite, Projection, is_transposed, projection_at
+from corp.sites import LinearSite, MLPSite, Projection, is_pointwise, is_transposed, projection_at
 
 
 def why_not_linear(module: object) -> str | None:
@@ -20,7 +21,14 @@ def why_not_linear(module: object) -> str | None:
     is made of other parameters (weight_norm, pruning masks) would come back.
     """
     plain = isinstance(module, nn.Module) and (type(module) is nn.Linear or is_transposed(module))
-    if not plain or not isinstance(module, nn.Module) or torch.nn.utils.parametrize.is_parametrized(module):
+    if not plain or not isinstance(module, nn.Module):
+        return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer"
+    return what_changes_it(module)
+
+
+def what_changes_it(module: nn.Module) -> str | None:
+    """What makes a layer more than its class and its weight say; None if nothing does."""
+    if torch.nn.utils.parametrize.is_parametrized(module):
         return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer"
     if has_hooks(module):
         return "has forward hooks, which may change what it computes; remove them before pruning"
@@ -33,7 +41,10 @@ def make_linear(like: Any, weight: Tensor, bias: Tensor | None) -> nn.Module:
     """A layer of the same class as `like` with weight (out, in) and bias, in its dtype and with its flags."""
     out_features, in_features = weight.shape
     linear: Any
-    if is_transposed(like):
+    if is_pointwise(like):
+        linear = type(like)(in_features, out_features, 1, bias=bias is not None, device="meta")
+        weight = weight.reshape(linear.weight.shape)
+    elif is_transposed(like):
         with torch.device("meta"):
             linear = type(like)(out_features, in_features)
         weight = weight.mT
@@ -74,7 +85,7 @@ def refill(model: nn.Module, name: str, folded: Folded, *, bias: bool) -> None:
         model.set_submodule(name, make_linear(module, folded.W, folded.b))
         return
     with torch.no_grad():
-        module.weight.copy_(folded.W.mT if is_transposed(module) else folded.W)
+        module.weight.copy_(folded.W.mT if is_transposed(module) else folded.W.view_as(module.weight))
         if bias:
             module.bias.copy_(folded.b)
 
@@ -93,7 +104,23 @@ def shrink_mlp(model: nn.Module, site: MLPSite, kept: Tensor, folded: Folded | N
         index = index.to(up.weight.device)
         kept_bias = None if up.bias is None else up.bias[index]
         model.set_submodule(module, make_linear(model.get_submodule(module), up.weight[index], kept_bias))
+    for name in site.between:
+        model.set_submodule(name, _some_channels(model.get_submodule(name), site.width, kept))
     shrink_down(model, site, kept, folded, bias=bias)
+
+
+def _some_channels(dense: nn.Module, width: int, kept: Tensor) -> nn.Module:
+    """A module that treats every one of `width` channels alone, for the channels `kept` (S,)."""
+    made: Any = copy.copy(dense)
+    for kind in ("_parameters", "_buffers"):
+        tensors = {name: t for name, t in getattr(dense, kind).items() if t is not None and t.shape[:1] == (width,)}
+        some = {name: new_parameter(t[kept.to(t.device)], t) for name, t in tensors.items()}
+        narrow = some if kind == "_parameters" else {name: part.data for name, part in some.items()}
+        setattr(made, kind, {**getattr(dense, kind), **narrow})
+    for name in ("in_channels", "out_channels", "groups", "num_features"):
+        if hasattr(made, name):
+            setattr(made, name, len(kept))
+    return made  # type: ignore[no-any-return]
 
 
 def shrink_down(model: nn.Module, site: LinearSite, kept: Tensor, folded: Folded | None, *, bias: bool) -> None:

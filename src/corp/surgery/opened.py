@@ -16,7 +16,11 @@ from torch import nn
 from corp.surgery.experts import opens, unpack
 
 # Classes that call `qkv` where there is no `q_bias`, and otherwise use its weight with three biases put together.
-SPLIT_BIASES = {("timm.models.beit", "Attention"), ("timm.models.eva", "EvaAttention")}
+SPLIT_BIASES = {
+    ("timm.models.beit", "Attention"),
+    ("timm.models.eva", "EvaAttention"),
+    ("timm.models.swin_transformer_v2", "WindowAttention"),
+}
 
 
 def opened(model: nn.Module) -> nn.Module:

@@ -75,7 +75,9 @@ def _together(frame: nn.Module, plans: Sequence[Plan]) -> list[list[str]]:
 
 
 def _number(module: nn.Module) -> None:
-    """Give each element of the module's own parameters its position as its value."""
+    """Give each element of the module's own parameters and buffers its position as its value."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         positions = torch.arange(parameter.numel()).view(parameter.shape)
         setattr(module, name, nn.Parameter(positions, requires_grad=False))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.arange(buffer.numel()).view(buffer.shape))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from corp.calibration.hooks import block_of, removing
 from corp.calibration.threads import here
 from corp.numerics.place import Place
-from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite
+from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite, is_pointwise
 from corp.surgery.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
 
 NOISE = 0.1  # of its own size is added to a hidden state to see whether blocks are driven as the model drives them
@@ -31,6 +31,8 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     """
     if routed := next((site for site in sites if isinstance(site, MLPSite) and site.experts), None):
         raise refusal(f"{routed.experts} holds experts, and which tokens they take changes with what comes before")
+    if odd := next((s for s in sites if isinstance(s, MLPSite) and is_pointwise(model.get_submodule(s.down))), None):
+        raise refusal(f"{odd.down} is a convolution; only linear layers are refitted")
     passage = record(model, sites, run)
     order = list(passage.calls)
     if not order:
