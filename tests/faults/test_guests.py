@@ -152,25 +152,28 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_layers_that_are_more_than_a_linear_are_refused_with_the_reason(case: str) -> None:
+def test_layers_that_are_more_than_a_linear_keep_their_width_and_the_reason_is_told(case: str) -> None:
     model = build("vit")
     REFUSED[case](model)
-    with pytest.raises(CorpError, match=r"blocks\.0\.\w+ .*not a plain linear layer.*skip"):
-        pruned(model)
+    kind = "attn" if case == "spectral norm" else "mlp"
+    with pytest.warns(CorpWarning, match=r"1 of 2 .*blocks\.0\.\w+ .*not a plain linear layer"):
+        result = pruned(model)
+    told = [site.name for site in result.plan.sites if site.kind == kind]
+    assert told == [f"blocks.1.{kind}"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_weights_made_by_hooks_and_hooks_that_change_outputs_are_refused() -> None:
+def test_weights_made_by_hooks_and_hooks_that_change_outputs_keep_their_width() -> None:
     model: Any = build("vit")
     nn.utils.weight_norm(model.blocks[0].mlp.fc1)
-    with pytest.raises(CorpError, match=r"blocks\.0\.mlp \(mlp\): fc1 has forward hooks"):
-        pruned(model)
+    with pytest.warns(CorpWarning, match=r"blocks\.0\.mlp \(mlp\): fc1 has forward hooks"):
+        assert "blocks.0.mlp" not in {site.name for site in pruned(model).plan.sites}
     model = build("vit")
     handle = model.blocks[1].attn.qkv.register_forward_hook(lambda _m, _a, out: 2 * out)
-    with pytest.raises(CorpError, match=r"blocks\.1\.attn \(attn\): qkv has forward hooks.*remove them"):
-        pruned(model)
+    with pytest.warns(CorpWarning, match=r"blocks\.1\.attn \(attn\): qkv has forward hooks.*remove them"):
+        assert "blocks.1.attn" not in {site.name for site in pruned(model).plan.sites}
     handle.remove()
-    pruned(model)
+    assert "blocks.1.attn" in {site.name for site in pruned(model).plan.sites}
 
 
 def test_a_layer_used_by_two_sites_is_refused_for_both() -> None:
