@@ -8,10 +8,8 @@ import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
 from typer.testing import Result
 
 import corp
@@ -21,7 +19,7 @@ from corp.cli.report import demo_study, sweep_study
 from corp.errors import CorpWarning, StorageError
 from corp.planning.plan import Plan
 from corp.recipe import PRESETS, Recipe
-from corp.report import pictures, remake, svg
+from corp.report import remake, svg
 from corp.report.html import PAGE, page
 from tests.helpers import command
 from tests.helpers.models import images, vit
@@ -220,6 +218,7 @@ def test_the_demo_writes_a_page_with_curves_and_layers(tmp_path: Path, monkeypat
     parsed = Page((tmp_path / "demo" / "report.html").read_text())
     assert {*TITLES, "Accuracy without any training after pruning"} == set(parsed.text["b"])
     assert "corp demo" in parsed.text["code"]
+    assert (tmp_path / "demo" / "demo.svg").read_bytes().startswith(b"<svg")
     row = json.loads((tmp_path / "demo" / "demo.json").read_text())["rows"][0]
     assert row["corp"] > row["paper"] > row["none"]  # the default is what the page shows, beside the paper's recipe
 
@@ -255,25 +254,3 @@ def test_what_is_not_a_run_is_refused_by_name(saved: Path, tmp_path: Path) -> No
 def test_lists_that_are_not_sweeps_are_refused(rows: list[object]) -> None:
     with pytest.raises(StorageError, match="corp sweep's rows"):
         sweep_study("x.json", rows)
-
-
-def test_the_png_of_a_drawing_shows_what_its_svg_says(tmp_path: Path) -> None:
-    entries = [svg.Entry("a", "a", (1.0, 0.5), ("1", "$x")), svg.Entry("b", "b", (0.25, 0.0), ("0.25", "0"))]
-    chart = svg.picture("a title", svg.bar_chart("bars", entries, ("one", "two"), top=1.0))
-    assert pictures.save(chart, tmp_path / "chart") == ["chart.png", "chart.svg"]
-    drawn = ElementTree.fromstring((tmp_path / "chart.svg").read_bytes())
-    picture = Image.open(tmp_path / "chart.png").convert("RGB")
-    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
-    assert picture.size == (pictures.SCALE * width, pictures.SCALE * height)
-    bars = [
-        bar
-        for bar in drawn.iter("{http://www.w3.org/2000/svg}rect")
-        if bar.get("class") and float(bar.attrib["width"]) > 0
-    ]
-    assert len(bars) == 2 + 3  # the key, and the values above zero
-    for bar in bars:  # its middle lies below the title and beside the margin of the picture
-        x, y, w, h = (float(bar.attrib[key]) for key in ("x", "y", "width", "height"))
-        middle = picture.getpixel((int(pictures.SCALE * (10 + x + w / 2)), int(pictures.SCALE * (34 + y + h / 2))))
-        assert "#{:02x}{:02x}{:02x}".format(*middle) == bar.attrib["fill"]  # type: ignore[misc]
-        right = picture.getpixel((int(pictures.SCALE * (10 + x + w + 2)), int(pictures.SCALE * (34 + y + h / 2))))
-        assert right == (255, 255, 255)

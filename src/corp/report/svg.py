@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element, SubElement
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 WIDTH = 420
 LETTER = 6.9  # units per character of the 12-unit font, on average
@@ -59,6 +60,11 @@ def picture(title: str, *drawings: Element) -> Element:
         _add(whole, "g", transform=f"translate({x:g} 34)").extend(one)
         x += width + 20
     return whole
+
+
+def save(drawing: Element, path: Path) -> None:
+    """Write the drawing to a file, the same bytes each time."""
+    path.write_bytes(tostring(drawing, encoding="utf-8"))
 
 
 def bar_chart(label: str, entries: Sequence[Entry], names: Sequence[str], *, top: float | None = None) -> Element:
