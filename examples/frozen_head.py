@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 import corp
 from corp.data import digits
-from corp.evaluate.dense import Depth, Segmentation, evaluate_maps
+from corp.evaluate.dense import MapScore
 from corp.evaluate.heads import HeadInfo, WithHead
 from corp.evaluate.probe import fit_head
+from corp.evaluate.run import judged
 
 ANIMALS_BELOW = 2_600_000  # WordNet numbers people and animals before things
 
@@ -85,11 +86,13 @@ def main() -> None:
     print(result.report, "\n")
 
     images, depths, labels = (tensor.split(32) for tensor in held_out)
+    models = [WithHead(backbone, depth_head) for backbone in backbones.values()]
+    depth_scores = judged(models, lambda: MapScore("depth"), zip(images, depths, strict=True))
+    models = [WithHead(backbone, class_head) for backbone in backbones.values()]
+    class_scores = judged(models, lambda: MapScore("segmentation"), zip(images, labels, strict=True))
     print("backbone        RMSE  delta1    mIoU")
-    for name, backbone in backbones.items():
-        of_depth, of_classes = WithHead(backbone, depth_head), WithHead(backbone, class_head)
-        depth = evaluate_maps(of_depth, zip(images, depths, strict=True), Depth()).estimates()
-        regions = evaluate_maps(of_classes, zip(images, labels, strict=True), Segmentation(classes)).estimates()
+    for name, of_depth, of_classes in zip(backbones, depth_scores, class_scores, strict=True):
+        depth, regions = of_depth.truth.estimates(), of_classes.truth.estimates()
         numbers = (depth["rmse"].value, depth["delta1"].value, regions["miou"].value)
         print(f"{name:12}  " + "  ".join(f"{number:6.3f}" for number in numbers))
 

@@ -176,12 +176,12 @@ def test_the_command_writes_picture_table_and_data(stats: Path, tmp_path: Path) 
     assert [row["site"] for row in content["rows"] if row["what"] == "mlp"] == [f"blocks.{i}.mlp" for i in range(12)]
     assert sum(row["what"] in "qk" for row in content["rows"]) == 12 * 3 * 2
     assert all(0 < row["rank_ratio"] <= 1 and row["k95_channels_ratio"] <= 1 for row in content["rows"])
-    assert {path.name for path in out.iterdir()} == {"redundancy.png", "redundancy.csv", "redundancy.json"}
+    assert {path.name for path in out.iterdir()} == {"redundancy.svg", "redundancy.csv", "redundancy.json"}
     assert json.loads((out / "redundancy.json").read_text()) == content
     with (out / "redundancy.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["effective_rank"]) for row in rows] == [row["effective_rank"] for row in content["rows"]]
-    assert (out / "redundancy.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "redundancy.svg").read_bytes().startswith(b"<svg")
 
     again = run("analyze", "deit_tiny_patch16_224", "--stats", stats, "-o", out)
     assert again.exit_code == 1

@@ -15,10 +15,10 @@ from torch import nn
 import corp
 from corp.adapters import timm_models
 from corp.data.dense import DensePairs, WholeImage, find_pairs
-from corp.evaluate.dense import Segmentation, evaluate_maps
 from corp.evaluate.heads import HeadInfo, LinearHead, WithHead, load_head, save_head
 from tests.helpers import command
 from tests.helpers.command import failure, run
+from tests.helpers.maps import scored
 from tests.helpers.seeds import seed, seed_all
 
 MODEL, SIZE = "vit_tiny_patch16_224", "32x48"
@@ -83,7 +83,7 @@ def test_a_fitted_head_is_judged_as_from_python(weights: Path, scenes: Path, hea
     backbone = timm_models.create(MODEL, weights)
     backbone.set_input_size(img_size=(32, 48))
     pairs = DensePairs(find_pairs(scenes), WholeImage((32, 48), (0.5,) * 3, (0.5,) * 3))
-    expected = evaluate_maps(WithHead(backbone, loaded, 2), pairs, Segmentation(2, 9)).estimates()
+    expected = scored(WithHead(backbone, loaded, 2), pairs, "segmentation", 9).estimates()
     row = content["models"][0]
     assert row["miou"]["value"] == pytest.approx(expected["miou"].value)
     assert row["pixel_accuracy"]["value"] > 0.9

@@ -14,9 +14,9 @@ import pytest
 import typer
 
 from corp.cli.arguments import DATA, FIRST, PANELS, option
-from corp.cli.expand import expanded, flag
+from corp.cli.expand import build, expanded, flag
 from corp.cli.main import COMMANDS, load_command
-from corp.recipe import Recipe
+from corp.recipe import PRESETS, Recipe
 from scripts.cli_page import PAGE, page
 from tests.helpers.command import run
 
@@ -68,6 +68,15 @@ def test_every_field_of_the_recipe_and_of_the_source_is_an_option_of_prune() -> 
     assert {flag(f.name) for f in fields(Recipe)} <= spelled
     assert {"--calib", "--text-field", "--seq-len", "--batch-size", "--dtype", "--sample-tokens"} <= spelled
     assert not {"--images", "--text", "--recipe", "--source"} & spelled
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_options_make_the_recipe_that_python_makes(preset: str) -> None:
+    words = ["--preset", preset, "--mlp", "0.4", "--intercept", "yes", "--round-to", "mlp=4", "--equal-heads"]
+    words += ["--skip", "a b*", "--skip", "'", "--override", "x:y:attn=0.1"]
+    given = load_command("prune").make_context("prune", ["vit", "-o", "out", *words]).params
+    odd = {"intercept": True, "round_to": {"mlp": 4}, "skip": ("a b*", "'"), "overrides": {"x:y": {"attn": 0.1}}}
+    assert build(Recipe, given) == Recipe.preset(preset, mlp=0.4, equal_heads=True, **odd)
 
 
 def test_values_are_checked_against_choices() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import corp
 from corp.data.dense import DensePairs, WholeImage, find_pairs, match_maps, read_target
 from corp.errors import CorpWarning
-from corp.evaluate.dense import Depth, MapMetric, MapScore, Segmentation, evaluate_maps
+from corp.evaluate.dense import Depth, MapMetric, MapScore, Segmentation
+from tests.helpers.maps import scored
 from tests.helpers.seeds import seed, seeded
 
 PLAIN = WholeImage((4, 4), (0.0,) * 3, (1.0,) * 3)
@@ -146,8 +147,6 @@ def test_odd_targets_and_heads_are_errors() -> None:
         Segmentation(3).estimates()
     with pytest.raises(corp.CorpError, match="at least one class"):
         Segmentation(0)
-    with pytest.raises(corp.CorpError, match="no pairs"):
-        evaluate_maps(nn.Conv2d(3, 1, 1), [], Depth())
 
 
 def test_millimetres_in_place_of_metres_are_pointed_out() -> None:
@@ -162,12 +161,11 @@ def paint(path: Path, pixels: np.ndarray) -> None:
     Image.fromarray(pixels.astype(np.uint8)).save(path)
 
 
-@pytest.mark.parametrize("layout", ["beside", "given", "images and labels", "annot", "parent of annot"])
+@pytest.mark.parametrize("layout", ["beside", "images and labels", "annot", "parent of annot"])
 def test_maps_are_found_by_name_in_every_layout(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "data"
     images, maps = {
         "beside": (root, root),
-        "given": (root, tmp_path / "elsewhere"),
         "images and labels": (root / "images", root / "labels"),
         "annot": (root, tmp_path / "dataannot"),
         "parent of annot": (root / "train", root / "trainannot"),
@@ -178,13 +176,13 @@ def test_maps_are_found_by_name_in_every_layout(tmp_path: Path, layout: str) -> 
         (maps / "a").mkdir(parents=True, exist_ok=True)
         np.save(maps / "a" / f"{i}.npy", pixels[..., 0].astype(np.float32) / 255)
     paint(maps / "a" / "2.png", np.zeros((4, 4)))  # .npy comes first
-    pairs = find_pairs(root, maps if layout == "given" else None)
+    pairs = find_pairs(root)
     assert [(image.name, target.name) for image, target in pairs] == [(f"{i}.bmp", f"{i}.npy") for i in range(3)]
     red = nn.Conv2d(3, 1, 1, bias=False)
     red.weight.data.copy_(torch.tensor([1.0, 0.0, 0.0])[None, :, None, None])  # knows the answer: the red channel
     loaded = DensePairs(pairs, PLAIN, batch_size=2)
     assert [len(x) for x, _ in loaded] == [2, 1]
-    assert values(evaluate_maps(red, loaded, Depth())) == pytest.approx(
+    assert values(scored(red, loaded, "depth")) == pytest.approx(
         {"rmse": 0, "abs_rel": 0, "delta1": 1, "delta2": 1, "delta3": 1}, abs=1e-6
     )
 
@@ -219,7 +217,7 @@ def test_label_maps_keep_their_size_and_predictions_are_resized(tmp_path: Path) 
     head = nn.Conv2d(3, 2, 1)
     head.weight.data.zero_()
     head.bias.data.copy_(torch.tensor([0.0, 1.0]))  # always says class 1
-    metric = evaluate_maps(head, loaded, Segmentation(2))
+    metric = scored(head, loaded, "segmentation")
     assert values(metric) == {"miou": 1.0, "pixel_accuracy": 1.0}
     assert int(sum(row[2].sum() for row in metric.rows)) == 15 + 63
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import corp
 from corp.errors import CorpWarning
-from corp.evaluate.dense import Depth, Segmentation, evaluate_maps
 from corp.evaluate.heads import HeadInfo, WithHead
 from corp.evaluate.probe import WeightedSums, fit_head, patch_targets
+from tests.helpers.maps import scored
 from tests.helpers.seeds import seed_all
 
 
@@ -55,7 +55,7 @@ def test_a_linear_depth_is_found_exactly_also_with_holes() -> None:
     assert probe.ridge == 1e-5
     with torch.no_grad():
         torch.testing.assert_close(probe.head(patches)[:, 0], depth, rtol=1e-3, atol=1e-3)
-    found = evaluate_maps(WithHead(Pixels(), probe.head), [(images, depth)], Depth()).estimates()
+    found = scored(WithHead(Pixels(), probe.head), [(images, depth)], "depth").estimates()
     assert found["delta1"].value == 1.0
 
 
@@ -71,7 +71,7 @@ def test_rare_classes_are_predicted_and_unlabelled_pixels_are_not_data() -> None
     with torch.no_grad():
         predicted = probe.head(nn.functional.pixel_unshuffle(images, 2)).argmax(1)
     assert float((predicted[labels == 1] == 1).double().mean()) > 0.3
-    scores = evaluate_maps(WithHead(Pixels(), probe.head), pairs(maps, images), Segmentation(2, 9)).estimates()
+    scores = scored(WithHead(Pixels(), probe.head), pairs(maps, images), "segmentation", 9).estimates()
     assert scores["pixel_accuracy"].value > 0.9
 
 

@@ -60,7 +60,6 @@ def test_the_same_distribution_does_not_warn_and_another_does(
     for site, calm in zip(other.sites, fresh.sites, strict=True):
         assert site.spread > 3 * calm.spread
         assert site.best <= site.deployed + 1e-12
-        assert site.bound is None or site.deployed <= site.bound
 
 
 def test_the_error_on_deployment_data_is_the_one_it_makes(
@@ -121,7 +120,7 @@ def test_rotary_models_are_measured_too(family: str) -> None:
     stats, other = corp.calibrate(model, data[:20]), corp.calibrate(model, data[20:])
     plan = corp.plan(model, stats, Recipe.paper(attn=0.5))
     shift = corp.measure_shift(model, stats, other, plan)
-    assert all(site.bound is not None and site.best <= site.deployed <= site.bound for site in shift.sites)
+    assert all(site.best <= site.deployed for site in shift.sites)
     assert shift.warning() is None
     same = corp.measure_shift(model, stats, stats, plan)
     assert [site.deployed for site in same.sites] == pytest.approx([site.relative_error for site in plan.sites])
@@ -129,7 +128,7 @@ def test_rotary_models_are_measured_too(family: str) -> None:
 
 def test_a_negligible_error_may_grow() -> None:
     def site(expected: float, deployed: float) -> SiteShift:
-        return SiteShift("blocks.0.mlp", "mlp", 0.1, 0.1, expected, deployed, 0.0, None)
+        return SiteShift("blocks.0.mlp", "mlp", 0.1, 0.1, expected, deployed, 0.0)
 
     assert not site(1e-6, 9e-4).alarming
     assert not site(0.1, 0.149).alarming

@@ -43,7 +43,6 @@ def test_operators_are_their_matrix(count: int) -> None:
         torch.testing.assert_close(operator.apply(X).reshape(-1), G @ X.reshape(-1))
         torch.testing.assert_close(operator.factors(), (C_L, C_R))
         assert kronecker.mean_diagonal(operator) == pytest.approx(float(G.diagonal().mean()))
-        assert kronecker.norm_bound(operator) >= float(torch.linalg.eigvalsh(G)[-1])
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-6, 1e-3, 1.0])

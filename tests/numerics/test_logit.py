@@ -47,7 +47,6 @@ def test_system_equals_the_normal_equations_of_all_logits(samples: tuple[Tensor,
     torch.testing.assert_close(system.h.T.reshape(-1), A.T @ T)
     assert pytest.approx(float(T @ T)) == system.T
     assert pytest.approx(float((A.T @ A).diagonal().mean())) == system.scale
-    assert float(torch.linalg.eigvalsh(A.T @ A)[-1]) <= kronecker.norm_bound(system.G)
 
 
 @pytest.mark.parametrize("ridge", [1e-3, 0.4])

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
-from dataclasses import fields
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
 from typer.testing import Result
 
 import corp
-from corp.cli.expand import make_recipe
-from corp.cli.main import load_command
 from corp.cli.report import demo_study, sweep_study
 from corp.errors import CorpWarning, StorageError
 from corp.planning.plan import Plan
 from corp.recipe import PRESETS, Recipe
-from corp.report import pictures, remake, svg
+from corp.report import remake, svg
 from corp.report.html import PAGE, page
 from tests.helpers import command
 from tests.helpers.models import images, vit
 from tests.helpers.report_pages import DEMO, EVIL, SWEEP, Page, evil_run, plan, run, site
 
-TITLES = [
-    "Size and work", "rho², MLP", "rho², Attention", "Predicted error, MLP", "Predicted error, Attention",
-    "rho² per head, in %", "Predicted error per head, in %",
-]  # fmt: skip
+TITLES = ["rho², MLP", "rho², Attention", "Predicted error, MLP", "Predicted error, Attention"]
 
 
 def test_the_page_shows_summary_figures_widths_environment_and_how_to_make_it_again() -> None:
@@ -51,20 +42,9 @@ def test_every_figure_has_a_title_and_a_text_alternative() -> None:
     drawings = parsed.all("svg", role="img")
     assert len(drawings) == len(parsed.all("figure")) == len(TITLES)
     assert all(len(drawing["aria-label"] or "") > 30 for drawing in drawings)
-    assert "blocks.0.mlp: 1.00% against 30.00%" in (drawings[3]["aria-label"] or "")
-    assert len(parsed.all("rect", **{"class": "bar1"})) == 3 + 2 * 3  # hatched: two totals, four sites, three keys
+    assert "blocks.0.mlp: 1.00% against 30.00%" in (drawings[2]["aria-label"] or "")
+    assert len(parsed.all("rect", **{"class": "bar1"})) == 4 + 2  # hatched: four sites, two keys
     assert "hatch" in {pattern["id"] for pattern in parsed.all("pattern")}
-
-
-def test_heat_maps_have_a_numbered_cell_per_head() -> None:
-    parsed = Page(page([run()]))
-    cells = [title for title in parsed.text["title"] if ", head " in title]
-    assert cells == [
-        *("blocks.0.attn, head 0: 75", "blocks.0.attn, head 1: 50"),
-        *("blocks.1.attn, head 0: 25", "blocks.1.attn, head 1: 12"),
-        *("blocks.0.attn, head 0: 10", "blocks.0.attn, head 1: 5.0"),
-        *("blocks.1.attn, head 0: 2.0", "blocks.1.attn, head 1: 3.0"),
-    ]
 
 
 def test_the_page_asks_nothing_of_the_network() -> None:
@@ -100,17 +80,15 @@ def test_absurd_numbers_stay_within_the_drawing() -> None:
     sites = (site("a", "mlp", [(1e308, 1.7e308, -3.0)]), site("b", "attn", [(0.0, 0.0, -2.0), (0.0, 0.0, 5.0)]))
     huge = Plan(Recipe.paper(mlp=0.5), sites)
     for _, attrs in Page(page([run(planned=huge)])).tags:
-        for key in {"x", "y", "width", "height", "d", "viewbox", "fill-opacity"} & attrs.keys():
+        for key in {"x", "y", "width", "height", "d", "viewbox"} & attrs.keys():
             assert not re.search(r"nan|inf|e\+", attrs[key] or "", re.IGNORECASE)
-        if "fill-opacity" in attrs:
-            assert 0 <= float(attrs["fill-opacity"] or "") <= 1
         assert 0 <= float(attrs.get("width") or "0") <= svg.WIDTH
 
 
 def test_a_plan_that_removes_nothing_has_a_page() -> None:
     parsed = Page(page([run(planned=Plan(Recipe.paper(), ()))]))
     assert "Nothing was removed" in " ".join(parsed.text["p"])
-    assert parsed.text["b"] == TITLES[:1]
+    assert "b" not in parsed.text
 
 
 def test_several_runs_are_compared_first() -> None:
@@ -156,24 +134,12 @@ def test_the_lines_that_make_it_again_give_the_same_recipe() -> None:
     lines = remake.python_lines("out", identity, plan(recipe=recipe))
     assert _recipe_in(lines) == recipe
 
-    words = shlex.split(remake.command_line("out", identity, plan(recipe=recipe)))
-    prune = load_command("prune")
-    given = prune.make_context("prune", words[2:]).params
-    assert (given["model"], given["mlp"], given["samples"], given["out"]) == ("vit_x", 0.4, 64, Path("out"))
-    assert (given["intercept"], given["round_to"]) == ("yes", "mlp=4")
-    assert (given["skip"], given["override"]) == (["a b*", "'"], ["x:y:attn=0.1"])
-    assert given["preset"] == "paper"
-
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_any_preset_is_made_again(preset: str) -> None:
     recipe = Recipe.preset(preset, mlp=0.5, equal_heads=True)
     identity = {"architecture": "vit_x", "tag": None}
     assert _recipe_in(remake.python_lines("out", identity, plan(recipe=recipe))) == recipe
-    words = shlex.split(remake.command_line("out", identity, plan(recipe=recipe)))
-    given = load_command("prune").make_context("prune", words[2:]).params
-    names = {"sparsity", "preset", "override", *(f.name for f in fields(Recipe))} - {"overrides"}
-    assert make_recipe(**{name: given[name] for name in names}) == recipe
 
 
 def _recipe_in(lines: str) -> Recipe:
@@ -210,7 +176,7 @@ def test_runs_sweeps_and_demos_go_on_one_page(saved: Path, tmp_path: Path) -> No
     assert made.exit_code == 0, made.output
     assert json.loads(made.stdout)["runs"] == ["pruned"]
     titles = Page((tmp_path / "page.html").read_text()).text["h2"]
-    assert {"Before and after", "Sweep: sweep.json", "Accuracy against sparsity", "Head by head"} <= set(titles)
+    assert {"Layer by layer", "Sweep: sweep.json", "Accuracy against sparsity", "Widths"} <= set(titles)
 
 
 def test_the_demo_writes_a_page_with_curves_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +186,7 @@ def test_the_demo_writes_a_page_with_curves_and_layers(tmp_path: Path, monkeypat
     parsed = Page((tmp_path / "demo" / "report.html").read_text())
     assert {*TITLES, "Accuracy without any training after pruning"} == set(parsed.text["b"])
     assert "corp demo" in parsed.text["code"]
+    assert (tmp_path / "demo" / "demo.svg").read_bytes().startswith(b"<svg")
     row = json.loads((tmp_path / "demo" / "demo.json").read_text())["rows"][0]
     assert row["corp"] > row["paper"] > row["none"]  # the default is what the page shows, beside the paper's recipe
 
@@ -255,25 +222,3 @@ def test_what_is_not_a_run_is_refused_by_name(saved: Path, tmp_path: Path) -> No
 def test_lists_that_are_not_sweeps_are_refused(rows: list[object]) -> None:
     with pytest.raises(StorageError, match="corp sweep's rows"):
         sweep_study("x.json", rows)
-
-
-def test_the_png_of_a_drawing_shows_what_its_svg_says(tmp_path: Path) -> None:
-    entries = [svg.Entry("a", "a", (1.0, 0.5), ("1", "$x")), svg.Entry("b", "b", (0.25, 0.0), ("0.25", "0"))]
-    chart = svg.picture("a title", svg.bar_chart("bars", entries, ("one", "two"), top=1.0))
-    assert pictures.save(chart, tmp_path / "chart") == ["chart.png", "chart.svg"]
-    drawn = ElementTree.fromstring((tmp_path / "chart.svg").read_bytes())
-    picture = Image.open(tmp_path / "chart.png").convert("RGB")
-    width, height = map(float, drawn.attrib["viewBox"].split()[2:])
-    assert picture.size == (pictures.SCALE * width, pictures.SCALE * height)
-    bars = [
-        bar
-        for bar in drawn.iter("{http://www.w3.org/2000/svg}rect")
-        if bar.get("class") and float(bar.attrib["width"]) > 0
-    ]
-    assert len(bars) == 2 + 3  # the key, and the values above zero
-    for bar in bars:  # its middle lies below the title and beside the margin of the picture
-        x, y, w, h = (float(bar.attrib[key]) for key in ("x", "y", "width", "height"))
-        middle = picture.getpixel((int(pictures.SCALE * (10 + x + w / 2)), int(pictures.SCALE * (34 + y + h / 2))))
-        assert "#{:02x}{:02x}{:02x}".format(*middle) == bar.attrib["fill"]  # type: ignore[misc]
-        right = picture.getpixel((int(pictures.SCALE * (10 + x + w + 2)), int(pictures.SCALE * (34 + y + h / 2))))
-        assert right == (255, 255, 255)

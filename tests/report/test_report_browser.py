@@ -33,8 +33,8 @@ def test_a_browser_shows_it_without_complaint(tmp_path: Path) -> None:
     shown = browse(file, tmp_path / "profile", "--dump-dom")
     assert "CONSOLE" not in shown.stderr
     dom = Page(shown.stdout)
-    assert dom.all("html") == [{"lang": "en", "data-sortable": "3"}]  # and no data-error
-    assert dom.text["button"][:4] == ["quantity", "before", "after", "ratio"]
+    assert dom.all("html") == [{"lang": "en", "data-sortable": "2"}]  # and no data-error
+    assert dom.text["button"][-4:] == ["rho²", "error", "not compensated", "unseen data"]
 
     browse(file, tmp_path / "profile2", f"--screenshot={picture}", "--window-size=390,844")
     colours = Image.open(picture).convert("RGB").getcolors(2**24)
@@ -45,10 +45,10 @@ def test_a_browser_shows_it_without_complaint(tmp_path: Path) -> None:
 def test_tables_sort_on_click(tmp_path: Path, clicks: int, order: str) -> None:
     # The page without its policy, which would stop the script that clicks for us.
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page([run()], [sweep_study("s", SWEEP)]))
-    click = "document.querySelectorAll('table')[1].querySelector('button').click();"
+    click = "document.querySelectorAll('table')[0].querySelector('button').click();"
     (tmp_path / "page.html").write_text(text.replace("</body>", f"<script>{click * clicks}</script></body>"))
     dom = browse(tmp_path / "page.html", tmp_path / "profile", "--dump-dom").stdout
-    values = re.findall(r'<tr><td[^>]*data-value="([^"]*)"', dom.split("<table")[2])
+    values = re.findall(r'<tr><td[^>]*data-value="([^"]*)"', dom.split("<table")[1])
     assert values == sorted([str(row["mlp"]) for row in SWEEP], reverse=clicks == 2)
     assert [th["aria-sort"] for th in Page(dom).all("th") if "aria-sort" in th] == [order]
 
@@ -59,4 +59,4 @@ def test_the_policy_stops_scripts_that_are_not_the_page_s_own(tmp_path: Path) ->
     shown = browse(file, tmp_path / "profile", "--dump-dom")
     assert "CONSOLE" in shown.stderr  # so the other test's silence means something
     assert "taken over" not in Page(shown.stdout).text["title"]
-    assert 'data-sortable="2"' in shown.stdout
+    assert 'data-sortable="1"' in shown.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 from xml.etree.ElementTree import Element
@@ -23,11 +22,11 @@ from corp.evaluate.redundancy import Analysis, Row
 from corp.evaluate.redundancy import analyze as measure
 from corp.io.files import new_folder, refuse_existing, write_json
 from corp.io.tables import write_csv
-from corp.report import pictures, svg
+from corp.report import svg
 from corp.sites import Sites
 
 COLUMNS = ("site", "dimension", "effective rank", "ratio", "k95 channels", "ratio", "k95 eigenvalues", "ratio")
-PICTURE, TABLE, DATA = "redundancy.png", "redundancy.csv", "redundancy.json"
+PICTURE, TABLE, DATA = "redundancy.svg", "redundancy.csv", "redundancy.json"
 
 
 @command
@@ -46,8 +45,6 @@ def analyze(
     if stats is None:
         early.require_source(source)
     if out is not None:
-        import_module("matplotlib")  # missing: said before the data pass, not after it
-
         refuse_existing(out, overwrite=overwrite)
     model, source = source.model, replace(source, images=1000)
     sites, found = _statistics(source, stats, collection.settings())
@@ -94,7 +91,7 @@ def _write(out: Path, analysis: Analysis, content: dict[str, Any], *, title: str
     with new_folder(out, overwrite=overwrite) as folder:
         write_json(folder / DATA, content)
         write_csv(folder / TABLE, content["rows"], first="site")
-        pictures.save_png(_picture(analysis, title), folder / PICTURE)
+        svg.save(_picture(analysis, title), folder / PICTURE)
 
 
 def _picture(analysis: Analysis, title: str) -> Element:

@@ -17,10 +17,11 @@ from corp.data import digits
 from corp.io.files import new_folder, refuse_existing, write_json
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
-from corp.report import pictures, svg
-from corp.report.html import Run, Study, page
+from corp.report import svg
+from corp.report.html import Run, page
 
 SPARSITIES = (0.3, 0.4, 0.5, 0.6, 0.7)
+TITLE = "A small ViT on handwritten digits, pruned without training"
 SHOWN = 0.5  # the sparsity whose layers the page shows
 
 
@@ -55,12 +56,12 @@ def demo(
         write_json(folder / DEMO, content)
         study = demo_study(content)
         (folder / "report.html").write_text(page(runs, [study]), encoding="utf-8")
-        pictured = _picture(study, folder)
+        svg.save(svg.picture(TITLE, study.charts[0].drawing), folder / "demo.svg")
     if json:
         show_json(content)
         return
     _show(content)
-    note(f"saved to {out}" + ("" if pictured else "; for a picture: pip install matplotlib"))
+    note(f"saved to {out}")
     note(f"next: open {out / 'report.html'} in a browser")
 
 
@@ -86,13 +87,3 @@ def _show(content: dict[str, Any]) -> None:
         shares = [f"{row[key]:.1%}" for key in ("params", "macs", *DEMO_LABELS)]
         rows.append((f"{row['sparsity']:.0%}", *shares))
     show_table(f"accuracy on {content['images']} unseen handwritten digits, no training after pruning", columns, rows)
-
-
-def _picture(study: Study, folder: Path) -> bool:
-    """Draw the curves, if matplotlib is there for the PNG."""
-    title = "A small ViT on handwritten digits, pruned without training"
-    try:
-        pictures.save(svg.picture(title, study.charts[0].drawing), folder / "demo")
-    except ModuleNotFoundError:
-        return False
-    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -84,7 +83,7 @@ def sweep(
     """Apply many recipes to MODEL from one calibration, and measure each on --data.
 
     Measured are accuracy if images have labels, perplexity of language models, and closeness to the dense model.
-    With -o, an interrupted run can continue, and a table (CSV), all results (JSON) and figures (PNG, SVG) are written.
+    With -o, an interrupted run can continue, and a table (CSV), all results (JSON) and figures (SVG) are written.
     """
     if calib_sizes and stats is not None:
         raise DataError("--calib-sizes needs a pass over the data: give --calib instead of --stats")
@@ -94,8 +93,6 @@ def sweep(
     )  # fmt: skip
     early.require_source(source, stats)
     early.require_paths("--data", data or [])
-    if out is not None:
-        import_module("matplotlib")  # missing: said before the work, not after it
     source = replace(source, images=IMAGES)
     dense = place(load_model(source.model, source.weights), source.device, source.dtype)
     asked = Evaluation(

@@ -22,9 +22,9 @@ BICUBIC = 3  # as Pillow numbers its filters
 SUFFIX = "annot"  # of the folder of maps in the other: train/ and trainannot/
 
 
-def find_pairs(folder: str | Path, targets: str | Path | None = None) -> list[tuple[Path, Path]]:
+def find_pairs(folder: str | Path) -> list[tuple[Path, Path]]:
     """(image, map) of every image below `folder`; see `match_maps`. An image without a map is an error."""
-    found = match_maps(folder, targets)
+    found = match_maps(folder)
     missing = [path for path, target in found if target is None]
     if missing:
         raise DataError(
@@ -34,12 +34,12 @@ def find_pairs(folder: str | Path, targets: str | Path | None = None) -> list[tu
     return [(path, target) for path, target in found if target is not None]
 
 
-def match_maps(folder: str | Path, targets: str | Path | None = None) -> list[tuple[Path, Path | None]]:
+def match_maps(folder: str | Path) -> list[tuple[Path, Path | None]]:
     """Every image with its map of the same name, or None.
 
-    Maps are below `targets`; else in labels/ beside images/, in Xannot/ beside X/, or beside the images themselves.
+    Maps are in labels/ beside images/, in Xannot/ beside X/, or beside the images themselves.
     """
-    root, maps = (Path(folder), Path(targets)) if targets is not None else _layout(Path(folder))
+    root, maps = _layout(Path(folder))
     images = list_images([root])
     if maps == root:  # then x.png is the map of x.jpg, not an image
         others = {path.with_suffix("") for path in images if path.suffix != ".png"}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import sqrt
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import evaluating, feed
 from corp.errors import DataError, ModelError, warn
 from corp.evaluate.heads import DEPTH, IGNORE
 from corp.measure.intervals import Interval, Z
@@ -174,25 +172,6 @@ class MapScore:
 
     def _metric(self, channels: int, ignore: int) -> MapMetric:
         return Depth() if self.task == DEPTH else Segmentation(channels, ignore)
-
-
-M = TypeVar("M", Depth, Segmentation)
-
-
-def evaluate_maps(model: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]], metric: M) -> M:
-    """Add the model's maps of all images to `metric`, and return it.
-
-    model: images -> maps (B, K, h, w), such as `WithHead`; pairs: images (B, 3, H, W) with targets (B, H', W') of the
-    same view.
-    """
-    count = 0
-    with torch.no_grad(), evaluating(model):
-        for images, targets in pairs:
-            metric.add(feed(model, images), targets)
-            count += len(images)
-    if count == 0:
-        raise DataError("nothing was evaluated: there were no pairs (a generator can be used only once)")
-    return metric
 
 
 def fitted(prediction: Tensor, target: Tensor) -> Tensor:

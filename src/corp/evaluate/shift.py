@@ -1,13 +1,7 @@
 """What deployment data that differs from calibration data does to a plan: per site, from the sums of both.
 
-How far the moments are apart, and the exact error of the calibrated fit on the deployment's own sums. Beside it stands
-the bound of the paper's Propositions C.1.3 and C.2.3 in the form that has no unknown constants, step (i) of their
-proofs: with V, c, M the calibrated fits, starred ones the best on the deployment data,
-
-    MLP, values   2 J* + 2 E||(V* - V) x_S + c* - c||^2
-    Q/K           2 J* + 2 ||G|| ||M* - M||_F^2                        ||G|| by an upper bound
-
-(expectations and G over the deployment data). It is loose; the exact error is what to go by.
+How far the moments are apart, and the exact error of the calibrated fit on the deployment's own sums. The paper bounds
+that error (Propositions C.1.3 and C.2.3); the exact one costs no more to compute.
 """
 
 from __future__ import annotations
@@ -25,7 +19,6 @@ from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
 from corp.io.tables import text_table
 from corp.numerics import affine, logit, rotary, subspace, values
-from corp.numerics.kronecker import norm_bound
 from corp.numerics.linalg import mean_diagonal, solve_vanishing
 from corp.planning.fitting import fit_head, fit_linear, fit_rotated, head_system, split
 from corp.planning.heads import HeadSums, fit_group
@@ -40,7 +33,7 @@ from corp.surgery.opened import opened
 TINY = torch.finfo(torch.float64).tiny
 GROWTH = 0.5  # an error that grows by more than this share is warned of
 NEGLIGIBLE = 1e-3  # of the output's energy: below it the growth of an error does not matter
-COLUMNS = ("site", "kind", "mean", "spread", "error expected", "on deployment", "growth", "best there", "bound")
+COLUMNS = ("site", "kind", "mean", "spread", "error expected", "on deployment", "growth", "best there")
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,6 @@ class SiteShift:
     expected  the error on unseen data like calibration's: the prediction, and what held-out batches add to it
     deployed  the error of the calibrated fit on the deployment data, exactly
     best      what the best fit on the deployment data would leave, the same channels kept
-    bound     the propositions' bound of `deployed`; None for subspaces, of which they do not speak
     """
 
     name: str
@@ -63,7 +55,6 @@ class SiteShift:
     expected: float
     deployed: float
     best: float
-    bound: float | None
 
     @property
     def growth(self) -> float:
@@ -78,8 +69,7 @@ class SiteShift:
     def row(self) -> tuple[str, ...]:
         """One line of a table, under COLUMNS."""
         mean = "-" if self.mean is None else f"{self.mean:.1%}"
-        bound = "-" if self.bound is None else f"{self.bound:.2%}"
-        errors = f"{self.expected:.2%}", f"{self.deployed:.2%}", f"{self.growth:+.0%}", f"{self.best:.2%}", bound
+        errors = f"{self.expected:.2%}", f"{self.deployed:.2%}", f"{self.growth:+.0%}", f"{self.best:.2%}"
         return self.name, self.kind, mean, f"{self.spread:.1%}", *errors
 
 
@@ -121,7 +111,6 @@ class _Found(NamedTuple):
     energy: float  # of calibration
     deployed: float
     best: float
-    bound: float | None
     deployed_energy: float
 
 
@@ -163,8 +152,7 @@ def _site_shift(
         found = _linear(site, planned, stats, here, there_, recipe)
     expected = (1 + planned.overfit) * _share(found.calibrated, found.energy)
     deployed, best = (_share(value, found.deployed_energy) for value in (found.deployed, found.best))
-    bound = None if found.bound is None else _share(found.bound, found.deployed_energy)
-    return SiteShift(site.name, site.kind, mean, spread, expected, deployed, best, bound)
+    return SiteShift(site.name, site.kind, mean, spread, expected, deployed, best)
 
 
 def _apart(here: Layer, there: Layer) -> tuple[float, float]:
@@ -190,10 +178,8 @@ def _linear(
     pruned = split(site.inputs, kept)
     seen, new = (affine.removal(*layer, kept, pruned) for layer in (here, there))
     fit, best = fit_linear(seen, recipe.compensate, planned.ridge), affine.best_affine(new)
-    V, c = best.V - fit.V, best.c - fit.c
-    gap = float((V @ new.Sigma_SS * V).sum() + (V @ new.mean_kept + c).square().sum())
     energies = affine.output_energy(*here), affine.output_energy(*there)
-    return _found(affine.error, (seen, new), fit, best, gap, energies)
+    return _found(affine.error, (seen, new), fit, best, energies)
 
 
 def _heads(
@@ -230,9 +216,7 @@ def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, ridge: float, recipe: Recipe)
     here, there = (rotary.pair_system(A, kept, pruned) for A in (A_c, A_t))
     fit = fit_rotated(here, recipe.compensate, ridge)
     best = solve_vanishing(there.A, there.h[:, None], mean_diagonal(there.A))[:, 0]
-    norm = float(there.A.abs().sum(1).max())  # no smaller than the largest eigenvalue of this symmetric matrix
-    gap = norm * float((best - fit).square().sum())
-    return _found(rotary.error, (here, there), fit, best, gap, (rotary.logit_energy(A_c), rotary.logit_energy(A_t)))
+    return _found(rotary.error, (here, there), fit, best, (rotary.logit_energy(A_c), rotary.logit_energy(A_t)))
 
 
 def _dimensions(
@@ -243,9 +227,8 @@ def _dimensions(
         both = [part.head(h) for part in grams]
         here, there = (head_system(head, kept, split(width, kept)) for head in both)
         M, best = fit_head(here, recipe.compensate, ridge), logit.best_logit(there)
-        gap = norm_bound(there.G) * float((best - M).square().sum())
         energies = [float(head.energy().sum()) for head in both]
-        found.append(_found(logit.error, (here, there), M, best, gap, energies))
+        found.append(_found(logit.error, (here, there), M, best, energies))
     return found
 
 
@@ -259,23 +242,20 @@ def _subspaces(
         errors = [subspace.error(head, here.A[i], here.B) for head in both]
         best = min(errors[1], subspace.error(both[1], there.A[i], there.B))
         energies = [float(head.energy().sum()) for head in both]
-        found.append(_Found(errors[0], energies[0], errors[1], best, None, energies[1]))
+        found.append(_Found(errors[0], energies[0], errors[1], best, energies[1]))
     return found
 
 
 def _found(
-    error: Callable[..., float], systems: Sequence[Any], fit: Any, best: Any, gap: float, energies: Sequence[float]
+    error: Callable[..., float], systems: Sequence[Any], fit: Any, best: Any, energies: Sequence[float]
 ) -> _Found:
     """Errors of the calibrated fit and of the best one; systems and energies are of calibration and of deployment."""
     here, there = systems
-    J_star = error(there, best)
-    return _Found(error(here, fit), energies[0], error(there, fit), J_star, 2 * J_star + 2 * gap, energies[1])
+    return _Found(error(here, fit), energies[0], error(there, fit), error(there, best), energies[1])
 
 
 def _together(found: list[_Found]) -> _Found:
-    calibrated, energy, deployed, best, _, there = (sum(part[i] or 0.0 for part in found) for i in range(6))
-    bounds = [part.bound for part in found if part.bound is not None]
-    return _Found(calibrated, energy, deployed, best, sum(bounds) if len(bounds) == len(found) else None, there)
+    return _Found(*(sum(parts) for parts in zip(*found, strict=True)))
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

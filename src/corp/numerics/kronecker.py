@@ -126,11 +126,6 @@ def mean_diagonal(operator: Operator) -> float:
     return float(C_L.trace()) / (len(C_L) * len(C_R))
 
 
-def norm_bound(operator: Operator) -> float:
-    """An upper bound of the largest eigenvalue of sum_b R_b (x) L_b: no R_b is larger than tr(R_b) I, and no L_b."""
-    return min(float(torch.linalg.eigvalsh(C)[-1]) for C in operator.factors())
-
-
 def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None = None) -> Tensor:
     """X (m, n) with sum_b L_b X R_b + lam X = rhs, by preconditioned conjugate gradients from 0.
 

@@ -17,7 +17,7 @@ from xml.etree.ElementTree import Element, tostring
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from corp.planning.report import STAGES, TOTALS, Report
+from corp.planning.report import STAGES, Report
 from corp.planning.site_plan import SitePlan
 from corp.recipe import KINDS
 from corp.report import svg
@@ -87,54 +87,23 @@ class Run:
     def tiles(self) -> list[tuple[str, str, str]]:
         """(name, large text, small text) of the numbers to see at one glance."""
         tiles = []
-        for name, (kept, _, row) in zip(("Parameters", "MACs per sample"), self._totals(), strict=False):
-            tiles.append((name, f"{kept - 1:+.1%}".replace("-", "−"), f"{row[1]} → {row[2]}"))
+        pairs = [pair for pair in (self.report.params, self.report.macs) if pair is not None]
+        for pair, (name, before, after, _) in zip(pairs, self.report.totals(), strict=True):
+            change = f"{pair[1] / max(1, pair[0]) - 1:+.1%}".replace("-", "−")
+            tiles.append((name[0].upper() + name[1:], change, f"{before} → {after}"))
         for kind in KINDS:
             with_, without = _errors(self.sites(kind))
             if with_ is not None:
                 tiles.append((f"{KIND_NAMES[kind]} error", f"{with_:.2%}", f"{without:.2%} without compensation"))
         return tiles
 
-    def _totals(self) -> list[tuple[float, tuple[int, int], tuple[str, ...]]]:
-        """For parameters and, if known, MACs: the kept share, (before, after), and the row of the report's table."""
-        pairs = [pair for pair in (self.report.params, self.report.macs) if pair is not None]
-        return [
-            (after / max(1, before), (before, after), row)
-            for (before, after), row in zip(pairs, self.report.totals(), strict=True)
-        ]
-
-    def totals(self) -> Table:
-        rows: list[list[Cell]] = [
-            [row[0], *zip((*map(float, pair), kept), row[1:], strict=True)] for kept, pair, row in self._totals()
-        ]
-        return Table("The whole model.", ["quantity", *TOTALS[1:]], rows)
-
     def stages(self) -> Table:
         return Table("How long every stage was estimated to take, and took.", STAGES, self.report.stages())
-
-    def before_after(self) -> Figure:
-        entries = [svg.Entry(row[0], row[0], (kept, 1.0), (row[2], row[1])) for kept, _, row in self._totals()]
-        label = "; ".join(f"{entry.name} {entry.texts[1]} before, {entry.texts[0]} after" for entry in entries)
-        return Figure("Size and work", "", svg.bar_chart(f"Bars: {label}", entries, ("after", "before"), top=1.0))
 
     def layers(self) -> list[Figure]:
         """Bars of rho² and of the predicted error, per kind of site."""
         kinds = [kind for kind in KINDS if self.sites(kind)]
         return [draw(self.sites(kind), KIND_NAMES[kind]) for draw in (_rho2, _distortion) for kind in kinds]
-
-    def heads(self) -> list[Figure]:
-        """Maps of layers by heads, of rho² and of the predicted error."""
-        sites = self.sites("attn")
-        if not sites:
-            return []
-        error = [[cost.J / cost.energy if cost.energy > 0 else 0.0 for cost in site.costs] for site in sites]
-        worst = max(max(values) for values in error)
-        ends = ("0", f"{100 * worst:.1f}: the largest here")
-        rho2 = [[cost.rho2 for cost in site.costs] for site in sites]
-        return [
-            _map("rho² per head, in %", sites, rho2, 1.0, ("0", "100: all predicted")),
-            _map("Predicted error per head, in %", sites, error, worst, ends),
-        ]
 
     def widths(self) -> Table:
         caption = "Per site; width is per head for attention. Unseen data: how much the error grows on held-out data."
@@ -232,14 +201,6 @@ def _bars(
     entries = [svg.Entry(label, s.name, *pair) for label, s, pair in zip(labels, sites, numbers, strict=True)]
     said = "; ".join(f"{entry.name}: {' against '.join(entry.texts)}" for entry in entries)
     return Figure(title, f"{common}; {hint}", svg.bar_chart(f"{title}. {said}", entries, names, **options))
-
-
-def _map(title: str, sites: Sequence[SitePlan], values: list[list[float]], top: float, ends: tuple[str, str]) -> Figure:
-    labels, common = short_names(sites)
-    texts = [[f"{100 * v:.1f}" if abs(v) < 0.0995 else f"{100 * v:.0f}" for v in line] for line in values]
-    entries = [svg.Entry(*entry) for entry in zip(labels, [s.name for s in sites], values, texts, strict=True)]
-    said = "; ".join(f"{entry.name}: {', '.join(entry.texts)}" for entry in entries)
-    return Figure(title, common, svg.heat_map(f"{title}. {said}", entries, top=top, ends=ends))
 
 
 def short_names(sites: Sequence[SitePlan]) -> tuple[list[str], str]:

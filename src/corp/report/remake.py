@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from corp.planning.plan import Plan
 from corp.recipe import PRESETS, Recipe
 
-INTERCEPTS = {True: "yes", False: "no"}
-SWITCHES = ("sequential", "equal_heads")  # options without a value
-
 
 def remake(
     name: str, manifest: Mapping[str, Any], identity: Mapping[str, Any] | None, plan: Plan
 ) -> list[tuple[str, str]]:
-    """("p", "code" or "note", text): the command if it is on record, else what recipe and base model's name say."""
+    """("p", "code" or "note", text): the command if it is on record, otherwise the lines of Python."""
     command, earlier = manifest.get("command"), manifest.get("earlier_plans")
     if isinstance(command, str) and command:
         return [("p", "The command that made it:"), ("code", command)]
     parts = [("p", "In Python:"), ("code", python_lines(name, identity, plan))]
-    if identity is not None and not identity.get("args"):
-        parts.append(("p", "On the command line, with the folder of images in place of IMAGES:"))
-        parts.append(("code", command_line(name, identity, plan)))
     if isinstance(earlier, list) and earlier:
         parts.append(("note", f"The model had been pruned {len(earlier)} time(s) before; start from that one."))
     if plan.weights:
@@ -54,39 +47,6 @@ def _creation(identity: Mapping[str, Any] | None) -> str:
     given = identity.get("args")
     args = f", **{given!r}" if isinstance(given, dict) and given else ""
     return f"timm.create_model({_full_name(identity)!r}, pretrained=True{args}).eval()"
-
-
-def command_line(name: str, identity: Mapping[str, Any], plan: Plan) -> str:
-    """`corp prune` with the options that differ from their defaults."""
-    words = ["corp", "prune", _full_name(identity), "--calib", "IMAGES", "--samples", str(plan.samples)]
-    preset = nearest_preset(plan.recipe)
-    words += ["--preset", preset] if preset != "best" else []
-    for key, value in changed(plan.recipe, preset).items():
-        option = "override" if key == "overrides" else key.replace("_", "-")
-        if key in SWITCHES:
-            words.append(f"--{option}" if value else f"--no-{option}")
-            continue
-        for text in _option_values(key, value):
-            words += [f"--{option}", text]
-    return shlex.join([*words, "-o", name])
-
-
-def _option_values(key: str, value: Any) -> list[str]:
-    if key == "skip":
-        return list(value)
-    if key == "overrides":
-        return [f"{glob}:{_pairs(changes)}" for glob, changes in value.items()]
-    if isinstance(value, Mapping):
-        return [_pairs(value)]
-    return [INTERCEPTS[value] if isinstance(value, bool) else str(value)]
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return ",".join(f"{key}={_text(value)}" for key, value in values.items())
-
-
-def _text(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)  # a range of sparsities
 
 
 def nearest_preset(recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""Small charts as SVG elements: bars, a heat map, lines. A pattern or a number tells things apart, too.
+"""Small charts as SVG elements: bars and lines. A pattern or a number tells things apart, too.
 
 An element carries the colours of print, so a drawing can be a file of its own; page.html overrides them by class for
 light and dark screens. Drawings are narrow (420 units) because a phone shows them at that size; the page puts them
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import Element, SubElement
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 WIDTH = 420
 LETTER = 6.9  # units per character of the 12-unit font, on average
@@ -21,7 +22,7 @@ MARKERS = ((12, 0), (4, 45), (3, 90), (4, 0), (3, -90), (5, -90))  # polygons: c
 
 
 class Entry(NamedTuple):
-    """One line of a bar chart or heat map: a short label, the whole name, and the numbers."""
+    """One line of a bar chart: a short label, the whole name, and the numbers."""
 
     label: str
     name: str
@@ -61,6 +62,11 @@ def picture(title: str, *drawings: Element) -> Element:
     return whole
 
 
+def save(drawing: Element, path: Path) -> None:
+    """Write the drawing to a file, the same bytes each time."""
+    path.write_bytes(tostring(drawing, encoding="utf-8"))
+
+
 def bar_chart(label: str, entries: Sequence[Entry], names: Sequence[str], *, top: float | None = None) -> Element:
     """Horizontal bars, one per value; `names` are those of the bars of an entry, `top` is the value of a full bar."""
     whole = top or max((v for entry in entries for v in entry.values if math.isfinite(v)), default=1.0)
@@ -83,34 +89,6 @@ def bar_chart(label: str, entries: Sequence[Entry], names: Sequence[str], *, top
             _bar(group, i, left, y + 14 * i, length)
             _text(group, left + length + 5, y + 14 * i + 10, text)
     _path(svg, [(left, start), (left, start + step * len(entries) - 4)], class_="axis", stroke="#555555")
-    return svg
-
-
-def heat_map(label: str, entries: Sequence[Entry], *, top: float, ends: tuple[str, str]) -> Element:
-    """Layers by heads in shaded cells, each with its number; `ends` name the lightest and the darkest shade."""
-    count = max((len(entry.values) for entry in entries), default=1)
-    left = _margin(entries)
-    cell = min(64.0, max(26.0, (WIDTH - left) / count))
-    bottom = 34 + 24 * len(entries)
-    svg = drawing(label, max(WIDTH, math.ceil(left + cell * count)), bottom + 30)
-    _text(svg, left, 12, "head (across), layer (down)")
-    for i in range(count):
-        _text(svg, left + cell * (i + 0.5), 28, str(i), "middle")
-    for number, entry in enumerate(entries):
-        y = 34 + 24 * number
-        _text(svg, left - 6, y + 16, shorten(entry.label), "end")
-        for i, (value, text) in enumerate(zip(entry.values, entry.texts, strict=True)):
-            group = _add(svg, "g")
-            _add(group, "title", f"{entry.name}, head {i}: {text}")
-            shade = 0.06 + 0.94 * share(value, top)
-            _shade(group, left + cell * i + 1, y + 1, cell - 2, 22, shade)
-            ink = {"class_": "deep", "fill": "#ffffff"} if shade > 0.85 else {}  # stands out on this shade
-            _text(group, left + cell * (i + 0.5), y + 16, text, "middle", **ink)
-    x = left + 8 + LETTER * len(ends[0])
-    _text(svg, left, bottom + 22, ends[0])
-    for i in range(6):
-        _shade(svg, x + 22 * i, bottom + 12, 22, 11, 0.06 + 0.188 * i)
-    _text(svg, x + 138, bottom + 22, ends[1])
     return svg
 
 
@@ -192,13 +170,8 @@ def _bar(parent: Element, i: int, x: float, y: float, width: float) -> None:
     _add(parent, "rect", class_=f"bar{i}", x=x, y=y, width=width, height=12, fill=COLOURS[i % 6])
 
 
-def _shade(parent: Element, x: float, y: float, width: float, height: float, shade: float) -> None:
-    box: Any = {"x": x, "y": y, "width": width, "height": height}
-    _add(parent, "rect", class_="heat", **box, fill=COLOURS[0], fill_opacity=f"{shade:.3f}")
-
-
-def _text(parent: Element, x: float, y: float, text: str, anchor: str = "start", **style: str) -> None:
-    _add(parent, "text", text, x=x, y=y, text_anchor=anchor, **style)
+def _text(parent: Element, x: float, y: float, text: str, anchor: str = "start") -> None:
+    _add(parent, "text", text, x=x, y=y, text_anchor=anchor)
 
 
 def _path(parent: Element, points: Sequence[tuple[float, float]], *, closed: bool = False, **style: Any) -> Element:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
 from corp.recipe import KINDS, TOGETHER
-from corp.report import pictures, svg
+from corp.report import svg
 
 Row = Mapping[str, Any]
 Lines = dict[str, list[tuple[float, float]]]
@@ -100,7 +100,7 @@ def ranking(rows: Sequence[Row], metric: str) -> tuple[dict[str, dict[str, float
 
 
 def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]:
-    """Write the pictures of what varies between these rows, as PNG and SVG; return the names of the files."""
+    """Write the pictures of what varies between these rows, as SVG; return the names of the files."""
     there = (name for name in METRICS if any(number(row.get(name)) is not None for row in rows))
     metric = next(there, None)
     if metric is None:
@@ -119,7 +119,7 @@ def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]
         return svg.line_chart(title, [*series, *ends], (x, axis), shown, x_shown)
 
     if varies(sparsity):
-        charts["sparsity"] = svg.picture(title, curves("removed", "{:.0%}".format))
+        charts["sparsity.svg"] = svg.picture(title, curves("removed", "{:.0%}".format))
     if varies(lambda row: row.get("rank")) and not varies(lambda row: row.get("preset")):
         bars, what = ranking(rows, metric)
         groups = {"dense": [whole]} if whole is not None else {}
@@ -131,10 +131,12 @@ def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]
             svg.Entry(name, name, values, [f"{v:.1%}" if share else decimals(v) for v in values])
             for name, values in groups.items()
         ]
-        charts["ranking"] = svg.picture(f"{title}: {axis}, {what}", svg.bar_chart(title, entries, list(bars)))
+        charts["ranking.svg"] = svg.picture(f"{title}: {axis}, {what}", svg.bar_chart(title, entries, list(bars)))
     if varies(lambda row: row.get("samples")):
-        charts["calibration"] = svg.picture(title, curves("calibration samples", "{:g}".format, over="samples"))
-    return [name for stem, chart in charts.items() for name in pictures.save(chart, folder / stem)]
+        charts["calibration.svg"] = svg.picture(title, curves("calibration samples", "{:g}".format, over="samples"))
+    for name, chart in charts.items():
+        svg.save(chart, folder / name)
+    return list(charts)
 
 
 def percents(value: float) -> str:
