@@ -1,6 +1,7 @@
 """Draw the pictures of the documentation: python -m scripts.pictures [--check]
 
-The picture of the result is drawn from benchmarks/results/beyond.json, so it has to be drawn again when that changes.
+The picture of the result is drawn from beyond.json and peers.json in benchmarks/results, and has to be drawn again when
+they change.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from corp.report.svg import COLOURS, Series, drawing, line_chart, picture
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
 LADDER = ROOT / "benchmarks" / "results" / "beyond.json"
-PAPER, BEST, MERGED = "paper", "+ refit (default)", "+ merged tokens"  # steps of the ladder in that file
+PEERS = ROOT / "benchmarks" / "results" / "peers.json"
+PAPER = "paper"  # a step of the ladder in the former file
+BUDGETS, DEFAULT, MERGED = "tokens and widths", "corp, widths alone", "corp, both"  # sections and methods in the latter
 INK, PALE = "#222222", "#eef2f7"
 
 
 def result() -> Element:
     """Top-1 of DeiT-Tiny against operations: merged tokens, the default and the paper's recipe."""
     ladder = json.loads(LADDER.read_text(encoding="utf-8"))["deit"]
-    dense = (1.0, ladder["dense"]["top-1 %"])
-    rows = [row for name, row in ladder.items() if name != "dense"]
-    named = (("with merged tokens", MERGED), ("the default recipe", BEST), ("the paper's recipe", PAPER))
-    steps = {key: [row[key] for row in rows if key in row] for _, key in named}
-    lines = [Series(name, sorted([dense, *((r["macs"], r["top-1 %"]) for r in steps[key])])) for name, key in named]
+    peers = json.loads(PEERS.read_text(encoding="utf-8"))
+    rows = [row for title, some in peers.items() if title.startswith(BUDGETS) for row in some]
+    named = {"with merged tokens": MERGED, "the default recipe": DEFAULT}
+    points = {name: [(r["macs"], r["top1"]) for r in rows if r["method"] == method] for name, method in named.items()}
+    points["the paper's recipe"] = [
+        (row[PAPER]["macs"], row[PAPER]["top-1 %"]) for row in ladder.values() if PAPER in row
+    ]
+    dense = (1.0, peers["dense"]["top1"])
+    lines = [Series(name, sorted([dense, *some])) for name, some in points.items()]
     axes = ("operations, share of the dense model's", "top-1 %")
     return picture("DeiT-Tiny, no training after pruning", line_chart("result", lines, axes, "{:.0f}".format))
 
