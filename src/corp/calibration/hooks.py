@@ -25,11 +25,9 @@ def without_fast_path() -> AbstractContextManager[None]:
     return shared({"fast path": change})
 
 
-@contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Inside, products are computed as precisely as their factors: autocast is about the model, not about sums."""
-    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
-        yield
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 @contextmanager

@@ -88,7 +88,7 @@ class Reference:
         return found
 
     def few(self, answers: int, samples: int) -> Reference:
-        """The same with the first samples only: as many as give this many answers, and at most `samples`."""
+        """Return a reference to the first samples only: as many as give this many answers, at most `samples`."""
         part = copy(self)  # which compares the same positions
         part.batches, part.outputs, taken = [], [], 0
         for batch, dense in zip(self.batches, self.outputs, strict=True):
