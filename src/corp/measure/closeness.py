@@ -31,6 +31,7 @@ class Closeness:
         self.same, self.apart = Mean(), Mean()  # of answers: one per sample, or one per token
         self.cosine, self.error = Mean(), Mean()  # of features
         self.single = True  # is there one answer per sample?
+        self.each: list[Tensor] = []  # the divergence of every sample (B,), batch by batch
 
     def add(self, output: Tensor, dense: Tensor, mask: Tensor | None, *, answers: bool) -> None:
         """Outputs (B, K), (B, n, K), or (B, K, …) for answers at places; mask (B, n) is true at real tokens."""
@@ -40,7 +41,8 @@ class Closeness:
             x, y = (pooled(part, mask) for part in (output, dense))  # (B, C)
             self.cosine.add(torch.cosine_similarity(x, y, dim=1))
             norm = y.square().sum(1).clamp(min=torch.finfo(torch.float64).tiny)
-            self.error.add((x - y).square().sum(1) / norm)
+            self.each.append((x - y).square().sum(1) / norm)
+            self.error.add(self.each[-1])
             return
         q, p = (_flat(part) for part in (output, dense))  # (B, n, K)
         real = torch.ones(q.shape[:2], dtype=torch.bool) if mask is None or mask.shape != q.shape[:2] else mask.bool()
@@ -48,8 +50,11 @@ class Closeness:
         rows = real.nonzero()[:, 0].cpu()
         chosen = real.to(q.device)
         same, apart = compare_logits(q[chosen], p[chosen])
-        for total, values in ((self.same, same), (self.apart, apart)):
-            total.add(torch.zeros(len(q), dtype=torch.float64).index_add_(0, rows, values), real.sum(1))
+        tokens = real.sum(1).cpu()
+        same, apart = (torch.zeros(len(q), dtype=torch.float64).index_add_(0, rows, part) for part in (same, apart))
+        self.same.add(same, tokens)
+        self.apart.add(apart, tokens)
+        self.each.append(apart / tokens.clamp(min=1))
 
     def agreement(self) -> Interval:
         """The share of equal answers, or the mean cosine, with its 95 % interval."""
@@ -61,9 +66,26 @@ class Closeness:
             return wilson(round(self.same.total), self.same.tokens)
         return self.same.interval().map(lambda end: min(1.0, max(0.0, end)))
 
-    def divergence(self) -> Interval:
-        """KL from the dense distribution in nats, or the relative squared error."""
-        return self.error.interval() if self.error.n else self.apart.interval()
+    def divergence(self, rival: Closeness | None = None) -> Interval:
+        """KL from the dense distribution in nats, or the relative squared error.
+
+        If the comparison ended early, it is the rival's, which saw all samples, plus the difference on those that
+        both saw: other samples may be easier.
+        """
+        own = self.error.interval() if self.error.n else self.apart.interval()
+        if rival is None or len(self.each) == len(rival.each):
+            return own
+        value = rival.divergence().value + float(self._behind(rival).mean())
+        return own.map(lambda end: end + value - own.value)
+
+    def lags(self, rival: Closeness) -> bool:
+        """Whether it is farther from the dense model than the rival by two standard errors, on the same samples."""
+        behind = self._behind(rival)
+        return len(behind) > 1 and bool(behind.mean() > 2 * behind.std() / len(behind) ** 0.5)
+
+    def _behind(self, rival: Closeness) -> Tensor:
+        """How much farther each sample is than with the rival."""
+        return torch.cat([own - other for own, other in zip(self.each, rival.each, strict=False)])
 
     @property
     def what(self) -> str:
@@ -81,10 +103,13 @@ class Reference:
         self.features = getattr(dense, "num_classes", None) == 0  # timm's way of saying that there is no classifier
         self.outputs = [self._output(dense, batch) for batch in batches]
 
-    def compare(self, model: nn.Module) -> Closeness:
+    def compare(self, model: nn.Module, rival: Closeness | None = None) -> Closeness:
+        """How close the model is; it ends early where the model lags behind the rival, the best one so far."""
         found = Closeness()
         for batch, dense in zip(self.batches, self.outputs, strict=True):
             found.add(self._output(model, batch).values, dense.values, dense.mask, answers=dense.answers)
+            if rival is not None and found.lags(rival):
+                break
         return found
 
     def few(self, answers: int, samples: int) -> Reference:
@@ -101,9 +126,13 @@ class Reference:
             part.outputs.append(dense.first(size_of(some)))
         return part
 
-    def _output(self, model: nn.Module, batch: Any) -> Output:
+    def run(self, model: nn.Module, batch: Any) -> Any:
+        """The model's output on one of the batches."""
         with torch.no_grad(), evaluating(model):
-            output, answers = tensor_of(feed(model, batch, self.forward))
+            return feed(model, batch, self.forward)
+
+    def _output(self, model: nn.Module, batch: Any) -> Output:
+        output, answers = tensor_of(self.run(model, batch))
         require_finite(output, output.dtype)
         output, mask, answers = output.detach(), mask_of(batch), answers and not self.features
         if answers and output.shape[-1 if output.dim() < 4 else 1] == 1:

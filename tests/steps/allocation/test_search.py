@@ -201,7 +201,7 @@ def test_what_cannot_be_had_and_what_never_stops_are_said(agreement: float, monk
     class Always:
         def __init__(self, *_: Any) -> None: ...
 
-        def compare(self, _model: Any) -> Any:
+        def compare(self, _model: Any, _rival: Any = None) -> Any:
             return SimpleNamespace(agreement=lambda: Interval(agreement, agreement, agreement), what="all of it")
 
     monkeypatch.setattr(search, "Reference", Always)
@@ -343,3 +343,22 @@ def test_trials_keep_the_pairs_that_the_result_keeps() -> None:
     for one, other in zip(tried.model.layers, made.model.layers, strict=True):
         assert torch.equal(one.self_attn.frequencies, other.self_attn.frequencies)
         assert torch.equal(one.self_attn.frequencies[0], tried.model.layers[0].self_attn.frequencies[0])
+
+
+def test_a_trial_ends_once_it_lags_behind_the_best_and_is_judged_by_the_samples_that_both_saw() -> None:
+    model, data = build("vit"), batches("vit", 4, 20)
+    good, bad = (corp.prune(model, data, Recipe(mlp=share, sequential=False)).model for share in (0.1, 0.8))
+    reference = Reference(model, data)
+    best, whole, early = (
+        reference.compare(good),
+        reference.compare(bad),
+        reference.compare(bad, reference.compare(good)),
+    )
+    assert (len(best.each), len(whole.each), len(early.each)) == (4, 4, 1)
+    gap = kl(bad, model, data[:1]) - kl(good, model, data[:1])
+    assert early.divergence(best).value == pytest.approx(kl(good, model, data) + gap, rel=1e-6)
+    assert early.divergence(best).value == pytest.approx(whole.divergence().value, rel=0.3)
+    # One that keeps up is compared on all samples.
+    again = reference.compare(good, best)
+    assert len(again.each) == 4
+    assert again.divergence(best) == best.divergence()

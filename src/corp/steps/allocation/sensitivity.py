@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from corp.recipe import kept_width
 from corp.sites import MLPSite, Sites
 from corp.steps.allocation.allocator import Allocation
-from corp.steps.allocation.trials import Trials
+from corp.steps.allocation.known import KnownBlocks
+from corp.steps.allocation.trials import Trials, sketch_model
 
 ANSWERS, SAMPLES = 1024, 32  # of the held-out samples, as many as give this many answers, but no more than these
 MOST = 16  # layers of a chain that are tried; between them sensitivities change little from one to the next
@@ -48,13 +48,16 @@ def measure_sensitivities(trials: Trials, share: float) -> Mapping[str, float]:
     found: dict[str, float] = {}
     tried = tried_alone(allocator.curves)
     with allocator.observer.stage("sensitivities", len(tried), "sites") as advance:
-        few = replace(trials, reference=trials.reference.few(ANSWERS, SAMPLES), advance=advance)
+        few = trials.reference.few(ANSWERS, SAMPLES)
+        known = KnownBlocks.of(allocator.model, allocator.sites, few)
         for name in tried:
             keep = min(kept_width(dense[name], share), dense[name] - 1)
             error = float(allocator.curves[name].errors[keep])
             if 0 < error < math.inf:
                 alone = Allocation({**dense, name: keep}, {}, allocator.paths)
-                found[name] = few.compare(alone).divergence().value / error
+                trial = known.skip(sketch_model(allocator, trials.recipe, alone), allocator.sites[name])
+                found[name] = few.compare(trial).divergence().value / error
+            advance(1)
     return filled(allocator.curves, found)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from corp.measure.closeness import Closeness
 from corp.recipe import UNIFORM
 from corp.steps.allocation.allocator import Allocation, Way
 from corp.steps.allocation.sensitivity import can_measure, measure_sensitivities
@@ -29,6 +31,7 @@ class Split:
     trials: Trials
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
+    best: Closeness | None = None  # of all that was tried, with which others are compared as long as they keep up
 
     def run(self) -> Allocation:
         allocator, recipe = self.trials.allocator, self.trials.recipe
@@ -91,7 +94,10 @@ class Split:
         """The divergence from the dense model; widths that were measured before are not measured again."""
         widths = (*found.widths.values(), found.rank or 0)
         if widths not in self.known:
-            divergence, why = self.trials.compare(found).divergence(), found.why["allocation"]
+            closeness, why = self.trials.compare(found, self.best), found.why["allocation"]
+            divergence = closeness.divergence(self.best)
+            if divergence.value < min(self.known.values(), default=math.inf):
+                self.best = closeness
             self.known[widths] = divergence.value
             told = ("queries", "power", "measured", "spread")
             how = {key: why[key] for key in told if key in why} or {"allocate": UNIFORM}

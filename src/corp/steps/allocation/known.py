@@ -1,0 +1,84 @@
+"""Blocks that need not run again: a trial that changes one block gives what the dense model gives up to that block.
+
+The outputs of the dense model's blocks are kept for a few batches, and a trial's earlier blocks return them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from corp.calibration.hooks import block_of, removing
+from corp.calibration.threads import here
+from corp.measure.closeness import Reference
+from corp.sites import Site, Sites
+from corp.surgery.refit.replay import blocks_of, inside
+
+KEPT = 1 << 30  # bytes of outputs at the most; blocks past that run again
+
+
+@dataclass
+class KnownBlocks:
+    """What the blocks of a model gave on the batches of a reference, batch by batch."""
+
+    outputs: dict[str, list[Any]] = field(default_factory=dict)
+    before: dict[str, frozenset[str]] = field(default_factory=dict)  # blocks that had ended when this one began
+
+    @classmethod
+    def of(cls, model: nn.Module, sites: Sites, reference: Reference) -> KnownBlocks:
+        """Run the model on the reference's batches and keep what its blocks give; those that run once per batch."""
+        known, runs, size, ended = cls(), Counter[str](), 0, set[str]()
+
+        def start(name: str) -> None:
+            known.before[name] = known.before.get(name, frozenset(ended)) & ended
+
+        def end(name: str, output: Any) -> None:
+            nonlocal size
+            ended.add(name)
+            runs[name] += 1
+            size += sum(x.numel() * x.element_size() for x in tree_leaves(output) if isinstance(x, Tensor))
+            if size <= KEPT:
+                known.outputs.setdefault(name, []).append(_copied(output))
+
+        handles = []
+        for name in blocks_of(list(sites)):
+            block = model.get_submodule(name)
+            handles.append(block.register_forward_pre_hook(here(lambda _m, _args, name=name: start(name))))
+            handles.append(block.register_forward_hook(here(lambda _m, _args, output, name=name: end(name, output))))
+        with removing(handles):
+            for batch in reference.batches:
+                ended.clear()
+                reference.run(model, batch)
+        once = {name for name in runs if runs[name] == len(known.outputs.get(name, ())) == len(reference.batches)}
+        known.outputs = {name: known.outputs[name] for name in once}
+        return known
+
+    def skip(self, trial: nn.Module, changed: Site) -> nn.Module:
+        """The trial, whose blocks before the one that holds the changed site return what is known; made in place."""
+        for name in self.before.get(block_of(inside(changed)) or "", frozenset()) & set(self.outputs):
+            parent, _, leaf = name.rpartition(".")
+            trial.get_submodule(parent)._modules[leaf] = _known(trial.get_submodule(name), iter(self.outputs[name]))
+        return trial
+
+
+def _known(block: nn.Module, outputs: Iterator[Any]) -> nn.Module:
+    """A stand-in that returns the next output instead of running; it has the block's attributes, which models read."""
+
+    def forward(_self: nn.Module, *_args: Any, **_kwargs: Any) -> Any:
+        return _copied(next(outputs))  # blocks may add to it in place
+
+    stand_in = copy.copy(block)
+    stand_in.__dict__.pop("forward", None)  # a wrapper's
+    stand_in._forward_hooks, stand_in._forward_pre_hooks = OrderedDict(), OrderedDict()  # they ran when it was kept
+    stand_in.__class__ = type(type(block).__name__, (type(block),), {"forward": forward})
+    return stand_in
+
+
+def _copied(output: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, output)
