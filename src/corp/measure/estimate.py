@@ -35,6 +35,8 @@ CHECK = 1.0  # D^3: the self-check of a layer
 STREAMS = 8  # hidden states that the refit holds of every sample, the input of a block's last layer among them
 REPLAYS = 2.4  # times that the refit runs a block
 SOLVES = 7.0  # D^3: a layer's refit
+BEHIND = 0.6  # of a pass: blocks in front of the one that a sensitivity is measured at do not run again
+JUDGED = 0.7  # of a pass over the held-out samples: trials are narrower, and end early if they lag behind
 SITE = 0.012  # seconds that a step takes at the smallest site
 TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
 COSTLY = 30.0  # seconds: a longer stage that also outweighs the pass over the data is mentioned
@@ -137,11 +139,11 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
     if load.alone:
         tried = [site for site in linear if site.name in load.tried_alone]
         each = [plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in tried]
-        seconds = sum(each) + len(each) * load.alone * machine.forward
+        seconds = sum(each) + (1 + BEHIND * len(each)) * load.alone * machine.forward
         found.append(Stage("sensitivities", seconds, solving + weights, "allocate='uniform' goes without"))
     if load.trials:
         sketches = sum(plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in own)
-        seconds = load.trials * (sketches + load.tried * machine.forward)
+        seconds = load.trials * (sketches + JUDGED * load.tried * machine.forward)
         found.append(
             Stage(
                 "trying widths",

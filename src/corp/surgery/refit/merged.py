@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,18 +22,15 @@ from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
 from corp.errors import ModelError
 from corp.numerics.affine import Folded
-from corp.numerics.place import Place, in_float64
-from corp.numerics.refit import Correction, gap_left, gap_of
 from corp.planning.merging import Merging
 from corp.recipe import Recipe
-from corp.sites import LinearSite, Sites, ValueSite, at_site, projection_at
-from corp.surgery.linear import refill
+from corp.sites import Sites, ValueSite, at_site, projection_at
 from corp.surgery.merged import merge_tokens, start_groups
 from corp.surgery.merging import rows
 from corp.surgery.refit.gaps import TokenSums
 from corp.surgery.refit.readout import tensors_in, tokens_read
-from corp.surgery.refit.repair import READ, correction, split_rows
-from corp.surgery.refit.replay import Block, Passage, blocks_of, close, drive, watching
+from corp.surgery.refit.repair import READ, added, correct_layer, split_rows
+from corp.surgery.refit.replay import Block, Enough, Passage, blocks_of, close, drive, watching
 
 SHAKE = 1.0  # noise that is added to an image to see which tokens depend on it
 
@@ -113,6 +111,9 @@ class Stream(NamedTuple):
     groups: Tensor
 
 
+End: TypeAlias = tuple[Stream, Tensor]  # where a passage ends, and what its block's last layer was fed
+
+
 def repair_merged(
     dense: nn.Module,
     smaller: nn.Module,
@@ -130,14 +131,20 @@ def repair_merged(
     ahead = [passage.starts[blocks[0].name] for passage in passages]
     behind = [Stream(x, x.new_ones(x.shape[:2]), start_groups(x)) for x in ahead]
     for block in blocks:
-        targets, after = _targets(dense, block, passages, ahead)
+        targets, ahead = _targets(dense, block, passages, ahead)
+        ends: list[End] = []
+        change: Folded | None = None
         for number, site in enumerate(block.sites):
             if not recipe.skips(site.name):
                 with at_site(site):
-                    sums = _observe(smaller, block, number, passages, behind, targets[number])
-                    corrected |= _correct(smaller, site, block.scales[number], *sums)
-        behind = [_drive(smaller, block, stream) for stream in behind]
-        ahead = after
+                    fit, held, ends = _observe(smaller, block, number, passages, behind, targets[number])
+                    made = correct_layer(smaller, site, block.scales[number], fit, held)
+                change = made and made.change
+                corrected |= {site.name: made.record} if made else {}
+        if ends:  # as in repair.py: what the correction of the last layer adds follows without another pass
+            behind = [end if change is None else end._replace(x=added(end.x, x, *change)) for end, x in ends]
+        else:
+            behind = [_drive(smaller, block, stream) for stream in behind]
         if progress:
             progress(1)
     return corrected
@@ -171,43 +178,31 @@ def _observe(
     passages: Sequence[Passage],
     behind: Sequence[Stream],
     targets: Sequence[Tensor],
-) -> tuple[TokenSums, TokenSums]:
-    """The sums of what a site's layer is fed, and of the gap behind it, over dense tokens: fitted, held out."""
+) -> tuple[TokenSums, TokenSums, list[End]]:
+    """The sums of what a site's layer is fed, and of the gap behind it, over dense tokens: fitted, held out.
+
+    If the site is the block's last, where every passage ends comes too.
+    """
     site = block.sites[number]
     share = READ if block.read < block.tokens else 1.0
     inputs = projection_at(smaller, site.down).weight.shape[1]
     fit, held = (TokenSums(inputs, targets[0].shape[-1], share) for _ in range(2))
+    ends = []
     for passage, stream, target in zip(passages, behind, targets, strict=True):
-        with watching(smaller, block.sites, inputs=site.name) as seen:
+        early = isinstance(site, ValueSite)  # tokens merge behind it
+        after = stream
+        with watching(smaller, block.sites, inputs=site.name, stop=early) as seen, suppress(Enough):
             after = _drive(smaller, block, stream)
-        if isinstance(site, ValueSite):  # before the merge
-            now, groups = stream.x + block.scales[number].to(stream.x) * seen[site.name].y, stream.groups
-        else:
-            now, groups = after.x, after.groups
-        x = seen[site.name].x
+        x, y = seen[site.name]
         assert x is not None  # it was asked for
-        gap = (target - rows(now, groups)).flatten(0, 1).float()
-        fed = rows(x, groups).flatten(0, 1)
+        now = stream.x + block.scales[number].to(stream.x) * y if early else after.x
+        if number == len(block.sites) - 1 and not early:
+            ends.append((after, x))
+        gap = (target - rows(now, after.groups)).flatten(0, 1).float()
+        fed = rows(x, after.groups).flatten(0, 1)
         if not passage.first:
             fit.shift_by(shift_of(fed))
             held.shift_by(shift_of(fed))
         for sums, chosen in zip((fit, held), split_rows(block, passage, target), strict=True):
             sums.update(fed, gap, *chosen)
-    return fit, held
-
-
-def _correct(
-    smaller: nn.Module, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums
-) -> dict[str, dict[str, float]]:
-    """Add the correction to the layer's weights. It is in residual-stream units, so divide by the layer scale."""
-    layer = projection_at(smaller, site.down)
-    bias = layer.bias is not None
-    fix = correction(fit, held, bias, Place.on(layer.weight.device))
-    if fix is None:
-        return {}
-    W, b = in_float64(*layer)
-    fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
-    back = torch.where(scale == 0, 1.0, scale)
-    refill(smaller, site.down, Folded(W + fix.R / back[:, None], b + fix.c / back), bias=bias)
-    there = (fit + held).moments(bias)
-    return {site.name: {"gap": gap_of(there), "left": gap_left(there, fix)}}
+    return fit, held, ends

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class Repair:
                     fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind)
                     change = self._correct(site, block.scales[number], fit, held)
         if ends:  # the block ran to its end: what the correction of its last layer adds follows without another pass
-            pruned[:] = [output if change is None else _added(output, x, *change) for output, x in ends]
+            pruned[:] = [output if change is None else added(output, x, *change) for output, x in ends]
             return behind
         for i, passage in enumerate(passages):
             pruned[i] = drive(self.smaller, block.name, passage.calls[block.name], pruned[i])
@@ -189,28 +189,42 @@ class Repair:
         return fit, held, ends
 
     def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> Folded | None:
-        """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale.
-
-        Returns by how much what the layer adds to the stream changes, per input, as its dtype has it.
-        """
-        layer = projection_at(self.smaller, site.down)
-        inputs, bias = layer.weight.shape[1], layer.bias is not None
-        fix = correction(fit, held, bias, self.place or Place.on(layer.weight.device))
-        if fix is None:
+        """Correct the layer, and return by how much that changes what it adds to the stream."""
+        made = correct_layer(self.smaller, site, scale, fit, held, self.place)
+        if made is None:
             return None
-        if fit.n + held.n < 2 * inputs:
+        if fit.n + held.n < 2 * len(fit.read.total):
             self.few.append(site.name)
-        W, b = in_float64(*layer)
-        fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
-        back = torch.where(scale == 0, 1.0, scale)
-        made = Folded(W + fix.R / back[:, None], b + fix.c / back)
-        rounded = (part.to(layer.weight.dtype).to(W) for part in made)
-        dW, db = (new - old for new, old in zip(rounded, (W, b), strict=True))
-        change = Folded(dW * scale[:, None], db * scale)
-        refill(self.smaller, site.down, made, bias=bias)
-        there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
-        self.corrected[site.name] = {"gap": gap_of(there), "left": gap_left(there, fix)}
-        return change
+        self.corrected[site.name] = made.record
+        return made.change
+
+
+class Corrected(NamedTuple):
+    """How a layer was corrected."""
+
+    change: Folded  # of what it adds to the stream, per input, as the layer's dtype has it
+    record: dict[str, float]  # the gap behind it, and what is left of that
+
+
+def correct_layer(
+    smaller: nn.Module, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums, place: Place | None = None
+) -> Corrected | None:
+    """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale."""
+    layer = projection_at(smaller, site.down)
+    bias = layer.bias is not None
+    fix = correction(fit, held, bias, place or Place.on(layer.weight.device))
+    if fix is None:
+        return None
+    W, b = in_float64(*layer)
+    fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
+    back = torch.where(scale == 0, 1.0, scale)
+    made = Folded(W + fix.R / back[:, None], b + fix.c / back)
+    rounded = (part.to(layer.weight.dtype).to(W) for part in made)
+    dW, db = (new - old for new, old in zip(rounded, (W, b), strict=True))
+    refill(smaller, site.down, made, bias=bias)
+    there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
+    record = {"gap": gap_of(there), "left": gap_left(there, fix)}
+    return Corrected(Folded(dW * scale[:, None], db * scale), record)
 
 
 def warn_of_few(sites: Sequence[str]) -> None:
@@ -222,7 +236,7 @@ def warn_of_few(sites: Sequence[str]) -> None:
         )
 
 
-def _added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+def added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
     """output (..., C) + x (..., D) W^T + b, multiplied in float32 at least."""
     y = _tokens(output)
     return (y + _tokens(x) @ W.mT.to(y) + b.to(y)).view_as(output).to(output.dtype)
