@@ -236,8 +236,10 @@ def recipes(compensations: tuple[str, ...]) -> Iterator[tuple[str, Recipe]]:
                 )
 
 
-def run(entry: Entry, assets: Path, known: Collection[str] = ()) -> Iterator[tuple[str, dict[str, float]]]:
-    """Row by row but for those that are known: its name, parameters and measurements."""
+def run(
+    entry: Entry, assets: Path, known: Collection[str] = (), only: str = ""
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Row by row but for those that are known, or only those whose name has `only` in it: parameters, measurements."""
     benchmark = entry.load(assets)
     yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
     stats = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings("all"))
@@ -249,7 +251,7 @@ def run(entry: Entry, assets: Path, known: Collection[str] = ()) -> Iterator[tup
             name = f"Q/K {sparsity:.0%}, full, mask ignored".replace("%", " %")
             yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
     for name, recipe in entry.recipes():
-        if name in known:
+        if only not in name if only else name in known:
             continue
         if recipe.sequential:  # layers are fitted on what the pruned ones before feed them: that takes the data again
             pruned = corp.prune(benchmark.model, benchmark.calibration, recipe, stats=stats).model
@@ -282,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)}; all by default")
     parser.add_argument("--resume", action="store_true", help="keep rows that are there")
+    parser.add_argument("--only", default="", help="make the rows whose name has this in it, keep the others")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         sys.exit(f"{min(unknown)} is not one of {', '.join(MODELS)}")
@@ -289,8 +292,8 @@ def main() -> None:
         entry = MODELS[name]
         path = RESULTS / f"{entry.file}.json"
         everything: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        everything[name] = everything.get(name, {}) if args.resume else {}
-        for row, numbers in run(entry, Path(assets), tuple(everything[name])):
+        everything[name] = everything.get(name, {}) if args.resume or args.only else {}
+        for row, numbers in run(entry, Path(assets), tuple(everything[name]), args.only):
             everything[name][row] = numbers
             print(row, numbers, flush=True)
             RESULTS.mkdir(exist_ok=True)
