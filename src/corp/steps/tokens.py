@@ -35,7 +35,7 @@ from corp.steps.calibrate import run_calibration
 from corp.steps.count import before_after, sample_of
 from corp.steps.estimate import estimate_run
 from corp.steps.result import Result
-from corp.steps.run import Dense, Run
+from corp.steps.run import Dense, Run, to_try
 from corp.steps.widths import prune_widths
 from corp.surgery.apply import history, set_history
 from corp.surgery.merged import merge_tokens
@@ -56,7 +56,7 @@ def prune_tokens(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     held = HeldBatches(HoldOut.of(batches), samples_for_tokens(recipe))
     held.collect(batches)
     first = held.batches[0] if held.batches else first_batch(batches)
-    free = find_merging(dense.model, dense.sites, first, forward)
+    free = find_merging(dense.model, dense.sites, first if forward else to_try(first), forward)
     known = _Tokens(
         free, count_operations(dense.model, first, free, forward), held.batches or [first], bool(held.batches)
     )
