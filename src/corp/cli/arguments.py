@@ -127,6 +127,16 @@ class Source:
     seed: Annotated[int, option("Seed that draws the calibration samples.", DATA)] = 0
     max_bad: MaxBad = 0.05
     text: TextOptions = field(default_factory=TextOptions)
+    own_texts: Annotated[
+        int,
+        option(
+            "Sequences that a causal language model writes itself, added to --calib. They help where texts are scarce, "
+            "and take as long as generating them.",
+            DATA,
+            "--own-texts",
+            min=0,
+        ),
+    ] = 0
     images: int = IMAGES  # what --samples is for images by default; no option of its own
 
 

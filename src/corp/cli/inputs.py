@@ -20,7 +20,7 @@ from corp.calibration.statistics import Statistics
 from corp.cli import models
 from corp.cli.arguments import Source
 from corp.cli.console import Console, note, progress
-from corp.data import text
+from corp.data import text, written
 from corp.data.images import SUFFIXES, ImageBatches, choose, list_images, open_image
 from corp.errors import DataError, warn
 from corp.io.observer import SILENT
@@ -135,7 +135,9 @@ def batches_of(model: nn.Module, source: Source) -> ImageBatches | text.TextBatc
             warn_of_odd_images(chosen)
             return ImageBatches(chosen, transform, batch_size=size, max_bad=source.max_bad)
         refuse_other(kind, model)
-        return text_batches(model, source, pack=kind == models.CAUSAL if source.text.pack is None else source.text.pack)
+        pack = kind == models.CAUSAL if source.text.pack is None else source.text.pack
+        texts = text_batches(model, source, pack=pack)
+    return with_own_texts(model, source, texts)
 
 
 def refuse_other(kind: str, model: nn.Module) -> None:
@@ -189,8 +191,17 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> text.TextBa
         batch_size=source.batch_size or (sequences_per_batch(tokenizer, length) if pack else None),
     )
     if batches.samples < wanted and (pack or source.samples):
-        note(f"there is text for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}")
+        more = f"; --own-texts {wanted - batches.samples} lets the model write the others" if pack else ""
+        note(f"there is text for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}{more}")
     return batches
+
+
+def with_own_texts(model: nn.Module, source: Source, batches: text.TextBatches) -> text.TextBatches:
+    """The texts of --calib and those that the model writes itself, if any are wanted."""
+    if not source.own_texts:
+        return batches
+    with progress("writing texts", source.own_texts, "sequences") as advance:
+        return written.with_own_texts(model, batches, source.own_texts, seed=source.seed, advance=advance)
 
 
 def sequences_per_batch(tokenizer: Any, length: int) -> int:

@@ -1,0 +1,93 @@
+"""Texts that a language model writes itself, as further calibration data where texts are scarce.
+
+A fit of some thousand channels on a few dozen texts follows those texts. What the model writes is a sample of what it
+has learnt, of any length and without labels, and makes the fit hold on other texts too (docs/calibration.md).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corp.calibration.batches import evaluating, placement
+from corp.data.text import Span, TextBatches
+from corp.errors import DataError, ModelError
+from corp.io.observer import Advance
+
+PROMPT = 8  # tokens of a given text that the model goes on from
+TOGETHER = 32  # texts that are written at a time
+
+
+def with_own_texts(
+    model: nn.Module, batches: TextBatches, count: int, *, seed: int = 0, advance: Advance = lambda _done: None
+) -> TextBatches:
+    """The given sequences and `count` more that the model writes, evenly mixed, so that held-out batches have both."""
+    given = [batches.ids[span.start : span.end] for span in batches.spans]
+    length = max(map(len, given), default=0)
+    if length <= PROMPT:
+        raise DataError(f"own texts begin with {PROMPT} tokens of the given ones, which are not longer than that")
+    own = own_texts(model, given, count, length=length, seed=seed, advance=advance)
+    start = len(batches.ids)
+    written = [Span(at, at + length, at + 1) for at in range(start, start + own.numel(), length)]
+    return replace(
+        batches,
+        ids=torch.cat([batches.ids, own.flatten().to(batches.ids)]),
+        spans=_mixed(batches.spans, written),
+        description=f"{batches.description}; {count} of {length} tokens written by the model, seed {seed}",
+    )
+
+
+def own_texts(
+    model: nn.Module,
+    given: Sequence[Tensor],
+    count: int,
+    *,
+    length: int,
+    seed: int = 0,
+    advance: Advance = lambda _done: None,
+) -> Tensor:
+    """Token ids (count, length), drawn from the model's own distribution behind a few tokens of the given texts (n,).
+
+    The same seed gives the same texts on the same machine; torch's own generator is left as it was.
+    """
+    can_generate: Any = getattr(model, "can_generate", lambda: False)
+    if not can_generate():
+        raise ModelError(f"{type(model).__name__} does not generate text, so it cannot write calibration texts")
+    draw, device = random.Random(seed), placement(model)[0]
+    prompts = torch.stack([_prompt(draw.choice(given), draw) for _ in range(count)])  # (count, PROMPT)
+    parts = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), evaluating(model):
+        torch.manual_seed(seed)
+        for some in prompts.split(TOGETHER):
+            parts.append(_continued(model, some.to(device), length).cpu())
+            advance(len(some))
+    return torch.cat(parts)
+
+
+def _prompt(text: Tensor, draw: random.Random) -> Tensor:
+    start = draw.randrange(max(1, len(text) - PROMPT))
+    return text[start : start + PROMPT].long()
+
+
+def _continued(model: Any, prompts: Tensor, length: int) -> Tensor:
+    """The prompts (B, PROMPT) with tokens drawn as the model predicts them, up to the length: nothing is cut off."""
+    from transformers import GenerationConfig
+
+    plain = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_length=length, max_length=length, use_cache=True,
+        pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    with torch.no_grad():
+        ids: Tensor = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=plain)
+    return ids
+
+
+def _mixed(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """Both, so that every part of the whole has its share of each."""
+    places = [(i / len(spans), span) for spans in (first, second) for i, span in enumerate(spans)]
+    return [span for _, span in sorted(places, key=lambda place: place[0])]
