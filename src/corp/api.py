@@ -23,6 +23,7 @@ from corp.recipe import Recipe
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.apply import apply_plan, packed
 from corp.steps.calibrate import run_calibration
+from corp.steps.count import require_reachable
 from corp.steps.estimate import estimate_run, outcome
 from corp.steps.plan import plan_sites, warn_of_notes
 from corp.steps.refit import refit
@@ -180,6 +181,7 @@ def estimate(
     dense = Dense.of(model, recipe, run)
     model = dense.model
     with without_cache(model):
+        require_reachable(dense, recipe, run)
         return estimate_run(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
 

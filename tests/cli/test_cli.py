@@ -142,12 +142,21 @@ def test_odd_ranges_are_errors(text: str) -> None:
 
 BAD = {
     "unknown model, near ones suggested": (["deit_tny_patch16_224"], "did you mean deit_tiny_patch16_224"),
-    "sparsity of one": ([MODEL, "--mlp", "1.0"], "not a sparsity"),
+    "sparsity of one": ([MODEL, "--mlp", "1.0"], "--mlp 1.0 is not a share to remove"),
+    "sparsity in percent": (
+        [MODEL, "--sparsity", "50"],
+        "error: --sparsity 50.0 is not a share to remove, 0 <= sparsity < 1; write 0.5 for 50 %",
+    ),
+    "target in percent": ([MODEL, "--target-macs", "60"], "0 < --target-macs <= 1; write 0.6 for 60 %"),
+    "target out of reach": ([MODEL, "--target-macs", "0.01"], "error: --target-macs 0.01 is out of reach"),
     "sparsity twice": ([MODEL, "--sparsity", "0.5", "--mlp", "0.5"], "give either"),
     "nothing to prune": ([MODEL, "--no-defaults"], "nothing to prune"),
     "odd rounding": ([MODEL, "--mlp", "0.5", "--round-to", "mlp=x"], "--round-to: 'x' is not a number"),
     "odd override": ([MODEL, "--mlp", "0.5", "--override", "mlp=0.2"], "--override 'mlp=0.2' should look like"),
-    "unknown device": ([MODEL, "--mlp", "0.5", "--device", "tpu9"], "--device tpu9 cannot be used"),
+    "unknown device": (
+        [MODEL, "--mlp", "0.5", "--device", "tpu9"],
+        "--device tpu9 is not a device; give cpu, cuda, cuda:1, mps or auto",
+    ),
     "glob of nothing": ([MODEL, "--mlp", "0.5", "--skip", "layer*"], "matches no site"),
     "no weights file": ([MODEL, "--mlp", "0.5", "--weights", "nothing.pth"], "no weights file"),
 }

@@ -12,7 +12,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from corp.adapters.near_names import near
+from corp.adapters.near_names import beside, did_you_mean
 from corp.errors import ModelError
 
 SECONDS = 1.2
@@ -97,7 +97,4 @@ def missing(name: str) -> ModelError:
 
 def _did_you_mean(name: str) -> str:
     """Folders beside the missing one whose names are near."""
-    parent = Path(name).parent
-    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-    names = [f"hf:{parent / folder}" for folder in near(Path(name).name, folders)]
-    return f"; did you mean {', '.join(names)}?" if names else ""
+    return did_you_mean(f"hf:{path}" for path in beside(Path(name)) if path.is_dir())

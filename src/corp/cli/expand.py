@@ -17,6 +17,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from corp.cli.arguments import PANELS, option, parse_number
 from corp.errors import RecipeError
 from corp.recipe import BUDGET, HOW, PRESETS, REMOVE, Recipe
+from corp.recipe.checks import checked_sparsity
 
 Parameters = dict[str, inspect.Parameter]
 YES_NO = {"auto": "auto", "yes": True, "no": False}
@@ -150,6 +151,7 @@ def make_recipe(
     if merge_tokens:
         settings["tokens"] = "auto"
     if sparsity is not None:
+        checked_sparsity("sparsity", sparsity)
         settings |= {"mlp": sparsity, "attn": sparsity}
     for name, parse in _PARSED.items():
         if name in settings:

@@ -13,6 +13,8 @@ from typing import Any
 
 from corp.errors import DataError
 
+START = 8192  # bytes in which a file shows that it is no text
+MOST_FIELDS = 8  # named in a message
 SEPARATOR = b"<|endoftext|>"  # between the documents of a plain text, where there are any
 
 
@@ -49,9 +51,14 @@ class Ranges(Documents):
         self.starts, self.ends = array("q"), array("q")
         if path.stat().st_size:  # an empty file cannot be mapped
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                self._refuse_binary(content[:START])
                 for start, end in self._find(content):
                     self.starts.append(start)
                     self.ends.append(end)
+
+    def _refuse_binary(self, start: bytes) -> None:
+        if b"\0" in start:
+            raise DataError(f"{self.path} is not text in UTF-8: it has zero bytes (a binary file, or UTF-16)")
 
     @abstractmethod
     def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
@@ -159,6 +166,7 @@ def no_field(where: str, field: str, there: list[str], value: Any = None, *, num
     """The error for a record without a text under `field`; `there` are the fields it has."""
     if field in there:
         return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; field=NAME names another")
-    known = ", ".join(map(repr, there)) or "nothing"
+    known = ", ".join(map(repr, there[:MOST_FIELDS])) or "nothing"
+    known += f" and {len(there) - MOST_FIELDS} more" if len(there) > MOST_FIELDS else ""
     hint = "; without a header give the column's number, from 1" if numbers else ""
     return DataError(f"{where} has no field {field!r}; it has {known}; field=NAME says which holds the text{hint}")

@@ -91,7 +91,7 @@ class Depth:
         if t > FAR_OFF * max(p, 0.0) or p > FAR_OFF * t:
             warn(
                 f"the median depth is {t:.4g} in the maps and {p:.4g} in the predictions: are both in metres? "
-                "Maps in millimetres need a depth scale of 1000"
+                "For maps in millimetres give scale=1000"
             )
 
 

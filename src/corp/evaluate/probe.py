@@ -142,7 +142,7 @@ def _check_depths(medians: list[float]) -> None:
         raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
     depth = float(torch.tensor(medians).median())
     if depth > DEEPEST:
-        warn(f"the median depth is {depth:.4g}: are the maps in metres? Millimetres need a depth scale of 1000")
+        warn(f"the median depth is {depth:.4g}: are the maps in metres? For millimetres give scale=1000")
 
 
 def _collect(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from corp.calibration.batches import Forward, evaluating, feed, move, placement, uncompiled
 from corp.errors import ModelError
 from corp.measure.cost import count_macs, count_params
-from corp.steps.allocation.budget import Sample, one_sample
+from corp.recipe import Recipe
+from corp.steps.allocation.budget import Sample, count_budget, one_sample, uniform
 from corp.steps.allocation.tokens import first_sample
-from corp.steps.run import Run
+from corp.steps.run import Dense, Run
 
 
 def sample_of(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
@@ -35,6 +37,17 @@ def countable(model: nn.Module, inputs: Any, run: Run) -> Sample | None:
             feed(model, *sample)
             return sample
     return None
+
+
+def require_reachable(dense: Dense, recipe: Recipe, run: Run) -> None:
+    """Refuse a target that no widths can meet before the long work, if that can be known without statistics."""
+    what = next((what for what in ("params", "macs") if getattr(recipe, f"target_{what}") is not None), None)
+    if what is None or dense.sites.output is not None:  # an output head saves more, by a rank that is measured
+        return
+    sample = None if what == "params" else countable(dense.model, None, run)
+    if what == "params" or sample is not None:
+        counted = count_budget(dense.model, dense.sites, what, sample)
+        uniform(dense.sites, recipe, replace(counted, share=getattr(recipe, f"target_{what}")))
 
 
 def before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) -> dict[str, Any]:

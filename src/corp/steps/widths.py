@@ -10,7 +10,7 @@ from corp.recipe import Recipe
 from corp.steps.allocation.search import samples_needed
 from corp.steps.apply import apply_plan
 from corp.steps.calibrate import recorder_for, run_calibration
-from corp.steps.count import countable
+from corp.steps.count import countable, require_reachable
 from corp.steps.estimate import estimate_run
 from corp.steps.plan import choose_widths, plan_sites, warn_of_notes
 from corp.steps.refit import refit
@@ -27,6 +27,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
+        require_reachable(dense, recipe, run)
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None

@@ -16,6 +16,7 @@ from corp.planning.widths import width_of
 from corp.recipe import Recipe
 from corp.sites import Site, Sites
 
+NAMES = {"macs": "MACs", "params": "parameters", "latency": "time per sample"}
 STEPS = 40  # bisections: finer than any width
 ALL = 1 - 1e-9  # the share that leaves the narrowest widths
 
@@ -87,9 +88,9 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None 
         return uniform(sites, recipe, budget)
     if not fits(high):
         raise PlanError(
-            f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
-            f"{narrowest(sites, recipe, budget):.3f} of the dense {budget.what}, which is the least that can be met; "
-            "raise the target, or skip and override less"
+            f"target_{budget.what}={budget.share:g} is out of reach: at its narrowest widths the model still has "
+            f"{narrowest(sites, recipe, budget):.3f} of the dense model's {NAMES[budget.what]}; give at least that, or "
+            "skip and override fewer sites"
         )
     if fits(low):
         return _equal(recipe, 0.0, queries)
