@@ -211,7 +211,7 @@ def test_a_pickle_with_code_is_not_run(photos: Path, tmp_path: Path) -> None:
 def test_folders_without_images_and_damaged_images(weights: Path, tmp_path: Path) -> None:
     common = ("prune", MODEL, "--weights", weights, "-o", tmp_path / "out", "--mlp", "0.5", "--device", "cpu")
     (tmp_path / "empty").mkdir()
-    assert "no images under" in run(*common, "--calib", tmp_path / "empty").output
+    assert "no images in" in run(*common, "--calib", tmp_path / "empty").output
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jpg").write_text("no image")
     assert "cannot be decoded" in run(*common, "--calib", tmp_path / "bad").output
@@ -286,7 +286,7 @@ def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) 
     tensors = load_file(out / "model.safetensors")
     tensors["blocks.0.mlp.fc1.weight"] *= 1.5  # still a valid file, and another function
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert "1 of 3 sites do not do what their weights say: blocks.0.mlp" in failure("check", out, *data)
+    assert "1 of 3 sites do not compute what their weights predict: blocks.0.mlp" in failure("check", out, *data)
 
 
 def test_a_dry_run_tells_time_and_memory_and_writes_nothing(weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_binary_file_is_not_taken_for_text(suffix: str, tmp_path: Path) -> Non
 def test_a_table_of_many_columns_is_told_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text(",".join(f"c{i}" for i in range(500)) + "\n")
-    with pytest.raises(DataError, match=r"it has 'c0', .*'c7' and 492 more; field=NAME"):
+    with pytest.raises(DataError, match=r"it has 'c0', .*'c7' and 492 more; give the field of the text as field=NAME"):
         open_documents([file], field="text", lines=False, piece=100)
 
 
@@ -183,10 +183,10 @@ def test_a_field_without_text_and_a_missing_tokenizer_say_what_to_type(tmp_path:
     file.write_text(json.dumps({"body": "words"}) + "\n")
     with pytest.raises(DataError) as caught:
         list(in_order(open_documents([file], field="text", lines=False, piece=100)))
-    assert "it has 'body'; --text-field NAME says which" in in_flags(str(caught.value))
+    assert "it has 'body'; give the field of the text as --text-field NAME" in in_flags(str(caught.value))
     with pytest.raises(DataError) as caught:
         hf_models.tokenizer(str(tmp_path))
-    assert "--tokenizer FOLDER takes it from elsewhere" in in_flags(str(caught.value))
+    assert "give its folder as --tokenizer FOLDER" in in_flags(str(caught.value))
 
 
 def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Models by folder or hub id, looked up in two seconds: the hub's own client would try six times.
 
-Nothing heavy is imported here, so that a mistyped name is told before torch is loaded.
+Nothing heavy is imported here, so that a mistyped name is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def any_cached(part: str) -> bool:
 
 def missing(name: str) -> ModelError:
     return ModelError(
-        f"there is no folder {name} here, no copy of a hub model of that name, and the hub cannot be reached"
+        f"there is no folder {name}, no downloaded hub model of that name, and the hub cannot be reached"
         f"{_did_you_mean(name)}"
     )
 

@@ -1,6 +1,6 @@
 """The names of timm's models, read off its source files: importing timm takes seconds, which a mistyped name need not.
 
-Nothing heavy is imported here, so that a mistyped name is told before torch is loaded.
+Nothing heavy is imported here, so that a mistyped name is reported before torch is loaded.
 """
 
 from __future__ import annotations

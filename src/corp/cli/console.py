@@ -39,7 +39,7 @@ _KEPT = {
 _NOTHING = "no output was written; start the command again"
 # Python arguments that are no fields of the recipe, and what the command line calls them.
 _ARGUMENTS = {
-    "field": "--text-field", "scale": "--depth-scale", "checkpoint_seconds": "--checkpoint-every",
+    "field": "--text-field", "scale": "--depth-scale", "ignore": "--ignore", "checkpoint_seconds": "--checkpoint-every",
     **{name: flag(name) for name in (
         "weights", "tokenizer", "samples", "memory", "offload", "device", "dtype", "seed", "overwrite", "profile",
         "fresh", "to", "quant", "labels", "seq_len", "batch_size", "max_bad", "sparsity",
@@ -129,8 +129,8 @@ def _explained(error: Exception) -> tuple[str, int]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}, line {where.lineno}"
     return (
-        f"internal error: {type(error).__name__}: {text} ({place}). This is a defect, not your mistake: "
-        "please report it with what the same command says under CORP_DEBUG=1",
+        f"internal error: {type(error).__name__}: {text} ({place}). This is a defect of corp: please report it with "
+        f"the output of the same command under CORP_DEBUG=1",
         INTERNAL,
     )
 

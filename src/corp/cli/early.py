@@ -1,4 +1,4 @@
-"""Checks that need neither torch nor the model, so that a mistyped name or path is told within two seconds."""
+"""Checks that need neither torch nor the model, so that a mistyped name or path is reported within two seconds."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _judge(dense: nn.Module, source: a.Source, asked: Evaluation) -> Judge:
         return Judge(lambda models: [_measured(s.intervals()) for s in judged(models, Score, batches, dense)], images)
     refuse_other(kind, dense)
     if asked.labels is not None:
-        raise DataError("--labels are for images; texts have none")
+        raise DataError("--labels is for images only")
     texts = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, asked)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:

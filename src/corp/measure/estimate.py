@@ -64,7 +64,7 @@ class Load(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One stage of a run, as the observer hears of it."""
+    """One stage of a run, under the name that the observer receives."""
 
     name: str
     seconds: float

@@ -126,7 +126,7 @@ def left_whole(sites: Sites, recipe: Recipe) -> list[str]:
         total = len(refused) + len(_asked(sites, recipe, (kind, "*")))
         if refused:
             share = f"{len(refused)} of {total} {what}"
-            notes.append(f"{share} keep their width, they cannot be pruned: {_reasons(refused)}")
+            notes.append(f"{share} keep their width, because they cannot be pruned: {_reasons(refused)}")
     return notes
 
 

@@ -67,7 +67,9 @@ def overrides_of(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]
             raise RecipeError(f"overrides[{glob!r}]: unknown key(s) {', '.join(unknown)}; it takes {', '.join(KINDS)}")
         checked[glob] = {str(kind): _share_or_range(f"overrides[{glob!r}][{kind!r}]", s) for kind, s in changes.items()}
         if not ranges and any(isinstance(wanted, tuple) for wanted in checked[glob].values()):
-            raise RecipeError(f"overrides[{glob!r}]: a range leaves a choice, which only a target makes; give a number")
+            raise RecipeError(
+                f"overrides[{glob!r}]: a range is allowed only under a target, which chooses from it; give a number"
+            )
     return checked
 
 

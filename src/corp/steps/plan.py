@@ -64,6 +64,6 @@ def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPla
 
 
 def warn_of_notes(plan: Plan) -> None:
-    """Say what was done otherwise than asked, as a warning where the caller's own line is."""
+    """Warn of everything in the plan's notes, at the caller's own line."""
     for note in plan.notes:
         warn(note)

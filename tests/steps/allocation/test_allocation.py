@@ -151,7 +151,7 @@ def test_ranges_bound_what_a_target_may_choose(allocate: str, vit: Allocator) ->
 
 
 def test_ranges_are_checked_read_and_written() -> None:
-    with pytest.raises(CorpError, match="only a target makes"):
+    with pytest.raises(CorpError, match="allowed only under a target"):
         Recipe.paper(mlp=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
     for odd in ((0.3, 0.1), (0.1,), (0.1, 1.0)):
         with pytest.raises(CorpError, match=r"range of sparsities|not a share"):

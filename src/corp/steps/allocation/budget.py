@@ -70,8 +70,8 @@ def one_sample(model: nn.Module, inputs: object) -> Sample:
     """A batch of one for the model, made from the shape of its inputs."""
     if inputs is None:
         raise PlanError(
-            "operations and times need the shape of the model's inputs, which statistics do not have where data goes "
-            "through forward=...; use corp.prune with batches, or give target_params"
+            "operations and times need the shape of the model's inputs, which statistics lack if the data was fed "
+            "by forward=...; use corp.prune with batches, or give target_params"
         )
     device, dtype = placement(model)
     return Sample(move(example(inputs, device), device, dtype))
