@@ -18,7 +18,7 @@ from corp.errors import DataError, PlanError
 from corp.io.observer import SILENT, Bars, Clock, Observer
 from corp.measure.estimate import Estimate
 from corp.planning.plan import Plan
-from corp.planning.widths import require_prunable
+from corp.planning.widths import require_prunable, require_recipe
 from corp.recipe import Recipe
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.apply import apply_plan, packed
@@ -151,6 +151,7 @@ def prune(
     >>> result.compare(model, data.test_images.split(128)).agreement.value > 0.95
     True
     """
+    require_recipe(recipe)
     watch = Clock(observer or (Bars() if progress else SILENT))
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")

@@ -134,6 +134,11 @@ def test_ranges_of_sparsity(text: str, expected: list[float]) -> None:
     assert parse_range(text) == expected
 
 
+def test_a_share_of_a_sweep_is_named_by_its_own_option() -> None:
+    with pytest.raises(corp.CorpError, match=r"sparsity=30.0 is not a share to remove.* write 0.3 for 30 %"):
+        parse_range("30")
+
+
 @pytest.mark.parametrize("text", ["0.5:0.1:0.1", "a", "0.1:0.5:0", "0.1:0.5"])
 def test_odd_ranges_are_errors(text: str) -> None:
     with pytest.raises(corp.CorpError, match="should look like"):

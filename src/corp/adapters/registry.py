@@ -116,6 +116,11 @@ def library_of(adapter: str) -> Library | None:
     return library
 
 
+def require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
 def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = None) -> Sites:
     """Return what can be pruned in `model`, and what was refused and why.
 
@@ -123,8 +128,7 @@ def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = No
     from the model itself and, if given, with `batch` (through `forward`). A model inside a larger module (a backbone
     under a head) is found there too. Packed experts are named as corp.surgery.experts takes them apart.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    require_module(model)
     if hasattr(model, "_orig_mod"):
         raise ModelError("this model is compiled; give corp the model itself (._orig_mod) and compile the pruned one")
     model = opened(model)

@@ -30,6 +30,8 @@ def read_columns(
             rows = csv.reader(stream, **format_of(stream.readline()))
             stream.seek(0)
             found = [(rows.line_num, row) for row in rows if row]
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a table of {', '.join(names)}: {error}") from error
     header = [cell.strip().lower() for cell in found[0][1]] if found else []

@@ -205,11 +205,19 @@ def read_json(path: Path) -> Any:
         raise StorageError(f"{path} is not valid JSON: {error}") from error
 
 
+# What a folder with this file is.
+KINDS = {
+    "corp.json": "a folder that corp saved (corp prune, corp.save)",
+    "statistics.json": "a folder of statistics (corp calibrate)",
+}
+
+
 def file_in(folder: Path, name: str) -> Path:
     """A file of the folder that exists and does not lead out of it."""
     path = folder / name
     if not path.is_file():
-        raise StorageError(f"{folder} has no {name}: it is not a folder that corp saved for this, or it is incomplete")
+        kind = KINDS.get(name, "a folder that corp saved")
+        raise StorageError(f"{folder} has no {name}: it is not {kind}, or it is incomplete")
     if path.resolve().parent != folder.resolve():
         raise StorageError(f"{path} is a link that leaves its folder; corp does not follow it")
     return path
