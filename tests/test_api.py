@@ -261,3 +261,13 @@ def test_notes_are_warnings_at_the_callers_own_line() -> None:
     with pytest.warns(CorpWarning, match="was not refitted") as caught:
         corp.prune(build("vit"), batches, Recipe(mlp=0.5))
     assert all(warning.filename == __file__ for warning in caught if warning.category is CorpWarning)
+
+
+def test_arguments_that_cannot_be_pruned_with_are_refused_with_the_reason() -> None:
+    model, recipe = build("vit"), Recipe.paper(mlp=0.5)
+    with pytest.raises(corp.CorpError, match=r"recipe must be a corp\.Recipe, not dict"):
+        corp.prune(model, images(), {"mlp": 0.5})  # type: ignore[arg-type]
+    with pytest.raises(corp.CorpError, match=r"expected a torch\.nn\.Module, got str"):
+        corp.prune("vit", images(), recipe)  # type: ignore[arg-type]
+    with pytest.raises(corp.CorpError, match=r"does not run on the first batch \(a uint8 tensor \(2, 3, 8, 8\)\)"):
+        corp.prune(model, [torch.zeros(2, 3, 8, 8, dtype=torch.uint8)], recipe)

@@ -12,11 +12,11 @@ from corp.recipe import PRESETS, kept_width, preset_of
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mlp": 1.0}, "mlp=1.0 is not a sparsity"),
-        ({"attn": -0.1}, "attn=-0.1 is not a sparsity"),
-        ({"mlp": float("nan")}, "not a sparsity"),
-        ({"mlp": "half"}, "not a sparsity"),
-        ({"mlp": True}, "not a sparsity"),
+        ({"mlp": 1.0}, "mlp=1.0 is not a share"),
+        ({"attn": -0.1}, "attn=-0.1 is not a share"),
+        ({"mlp": float("nan")}, "not a share"),
+        ({"mlp": "half"}, "not a share"),
+        ({"mlp": True}, "not a share"),
         ({"rank": "best"}, "rank='best' is not one of"),
         ({"compensate": "some"}, "compensate='some' is not one of"),
         ({"intercept": "yes"}, "intercept='yes'"),
@@ -29,7 +29,7 @@ from corp.recipe import PRESETS, kept_width, preset_of
         ({"skip": [3]}, "skip="),
         ({"overrides": {"blocks.0.*": {"mpl": 0.2}}}, "unknown key.* mpl"),
         ({"overrides": {"blocks.0.*": 0.2}}, "overrides"),
-        ({"overrides": {"blocks.0.*": {"mlp": 1.5}}}, "not a sparsity"),
+        ({"overrides": {"blocks.0.*": {"mlp": 1.5}}}, "not a share"),
     ],
 )
 def test_nonsense_is_refused_with_the_reason(changes: dict, message: str) -> None:

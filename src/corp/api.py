@@ -18,11 +18,12 @@ from corp.errors import DataError, PlanError
 from corp.io.observer import SILENT, Bars, Clock, Observer
 from corp.measure.estimate import Estimate
 from corp.planning.plan import Plan
-from corp.planning.widths import require_prunable
+from corp.planning.widths import require_prunable, require_recipe
 from corp.recipe import Recipe
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.apply import apply_plan, packed
 from corp.steps.calibrate import run_calibration
+from corp.steps.count import countable, require_reachable
 from corp.steps.estimate import estimate_run, outcome
 from corp.steps.plan import plan_sites, warn_of_notes
 from corp.steps.refit import refit
@@ -66,7 +67,7 @@ def plan(
     device: torch.device | str | None = None,
     observer: Observer | None = None,
 ) -> Plan:
-    """Decide what every site keeps and predict what that costs. Touches neither data nor the model.
+    """Choose what every site keeps and predict the cost, from statistics alone; the model is not changed.
 
     The fits run on `device`, by default where each site's weights are: in float64 if the device has it at speed, else
     in float32 with refinement, and on the CPU if it cannot solve.
@@ -83,7 +84,7 @@ def plan(
 
 
 def apply(model: nn.Module, stats: Statistics, plan: Plan, *, device: torch.device | str | None = None) -> Result:
-    """Shrink a copy of `model` to the plan and fold the compensation in; the model itself is left as it was.
+    """Return a smaller copy of `model` by the plan, with the compensation folded in; `model` is not changed.
 
     Folds that the plan does not hold are computed on `device`, as in `plan`.
     """
@@ -136,7 +137,7 @@ def prune(
     `batches`, `forward`, `settings` and `origin` are those of `calibrate`. With `stats` of an earlier calibration on
     the same data, `batches` only serve trials and the refit, and may be None. The fits run on `device`, as in `plan`;
     the model runs where it is. `progress` shows bars in a terminal or
-    a notebook; an `observer` is told of every stage instead.
+    a notebook; an `observer` receives every stage instead.
 
     Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
     batches that calibration held out, and the final fit uses all of them.
@@ -150,6 +151,7 @@ def prune(
     >>> result.compare(model, data.test_images.split(128)).agreement.value > 0.95
     True
     """
+    require_recipe(recipe)
     watch = Clock(observer or (Bars() if progress else SILENT))
     if recipe.min_agreement is not None and batches is None:
         raise DataError("min_agreement is measured on the data, not on its statistics: give batches")
@@ -175,11 +177,12 @@ def estimate(
     settings: Settings | None = None,
     origin: dict[str, Any] | None = None,
 ) -> Estimate:
-    """What `prune` with these arguments would do, and about how long and with how much memory, stage by stage."""
+    """Estimate the time and memory of `prune` with these arguments, stage by stage."""
     run = Run(batches, forward, settings, origin, SILENT)
     dense = Dense.of(model, recipe, run)
     model = dense.model
     with without_cache(model):
+        require_reachable(dense, recipe, countable(model, run.inputs(model) if stats is None else stats.inputs, run))
         return estimate_run(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
 

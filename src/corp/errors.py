@@ -7,11 +7,11 @@ import warnings
 
 
 class CorpError(Exception):
-    """Anything corp refuses or fails at; its kinds below say in which step."""
+    """Base class of all errors that corp raises on purpose; the subclasses name the step."""
 
 
 class RecipeError(CorpError, ValueError):
-    """The request makes no sense whatever the model (checked when the recipe is made)."""
+    """The recipe is invalid for any model (checked when it is made)."""
 
 
 class ModelError(CorpError):
@@ -39,11 +39,11 @@ class StorageError(CorpError):
 
 
 class CorpWarning(UserWarning):
-    """Something the user should know, though the result stands."""
+    """Something the user should know, although the result is valid."""
 
 
 def warn(message: str) -> None:
-    """Warn of what a run does otherwise than asked, at the line outside of corp that called it."""
+    """Warn that a run deviates from the request; the warning points to the line outside corp that called it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "corp":
         frame, level = frame.f_back, level + 1

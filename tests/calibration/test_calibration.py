@@ -128,7 +128,7 @@ def test_sums_that_do_not_fit_take_more_passes_with_the_same_result(tmp_path: Pa
 
 def test_too_little_memory_says_the_least_that_would_do() -> None:
     model, data = build("vit"), images()
-    with pytest.raises(CorpError, match=r"needs at least .*, 1\.0KB are allowed; give it memory=") as caught:
+    with pytest.raises(CorpError, match=r"needs at least .*, but 1\.0KB is allowed; give memory=") as caught:
         corp.calibrate(model, data, settings=Settings(memory=1024))
     told = str(caught.value).rpartition("memory=")[2].split()[0]
     sites = list(corp.find_sites(model))

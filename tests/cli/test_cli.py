@@ -134,6 +134,11 @@ def test_ranges_of_sparsity(text: str, expected: list[float]) -> None:
     assert parse_range(text) == expected
 
 
+def test_a_share_of_a_sweep_is_named_by_its_own_option() -> None:
+    with pytest.raises(corp.CorpError, match=r"sparsity=30.0 is not a share to remove.* write 0.3 for 30 %"):
+        parse_range("30")
+
+
 @pytest.mark.parametrize("text", ["0.5:0.1:0.1", "a", "0.1:0.5:0", "0.1:0.5"])
 def test_odd_ranges_are_errors(text: str) -> None:
     with pytest.raises(corp.CorpError, match="should look like"):
@@ -142,12 +147,21 @@ def test_odd_ranges_are_errors(text: str) -> None:
 
 BAD = {
     "unknown model, near ones suggested": (["deit_tny_patch16_224"], "did you mean deit_tiny_patch16_224"),
-    "sparsity of one": ([MODEL, "--mlp", "1.0"], "not a sparsity"),
+    "sparsity of one": ([MODEL, "--mlp", "1.0"], "--mlp 1.0 is not a share to remove"),
+    "sparsity in percent": (
+        [MODEL, "--sparsity", "50"],
+        "error: --sparsity 50.0 is not a share to remove, 0 <= sparsity < 1; write 0.5 for 50 %",
+    ),
+    "target in percent": ([MODEL, "--target-macs", "60"], "0 < --target-macs <= 1; write 0.6 for 60 %"),
+    "target out of reach": ([MODEL, "--target-macs", "0.01"], "error: --target-macs 0.01 is out of reach"),
     "sparsity twice": ([MODEL, "--sparsity", "0.5", "--mlp", "0.5"], "give either"),
     "nothing to prune": ([MODEL, "--no-defaults"], "nothing to prune"),
     "odd rounding": ([MODEL, "--mlp", "0.5", "--round-to", "mlp=x"], "--round-to: 'x' is not a number"),
     "odd override": ([MODEL, "--mlp", "0.5", "--override", "mlp=0.2"], "--override 'mlp=0.2' should look like"),
-    "unknown device": ([MODEL, "--mlp", "0.5", "--device", "tpu9"], "--device tpu9 cannot be used"),
+    "unknown device": (
+        [MODEL, "--mlp", "0.5", "--device", "tpu9"],
+        "--device tpu9 is not a device; give cpu, cuda, cuda:1, mps or auto",
+    ),
     "glob of nothing": ([MODEL, "--mlp", "0.5", "--skip", "layer*"], "matches no site"),
     "no weights file": ([MODEL, "--mlp", "0.5", "--weights", "nothing.pth"], "no weights file"),
 }
@@ -202,7 +216,7 @@ def test_a_pickle_with_code_is_not_run(photos: Path, tmp_path: Path) -> None:
 def test_folders_without_images_and_damaged_images(weights: Path, tmp_path: Path) -> None:
     common = ("prune", MODEL, "--weights", weights, "-o", tmp_path / "out", "--mlp", "0.5", "--device", "cpu")
     (tmp_path / "empty").mkdir()
-    assert "no images under" in run(*common, "--calib", tmp_path / "empty").output
+    assert "no images in" in run(*common, "--calib", tmp_path / "empty").output
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jpg").write_text("no image")
     assert "cannot be decoded" in run(*common, "--calib", tmp_path / "bad").output
@@ -277,7 +291,7 @@ def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) 
     tensors = load_file(out / "model.safetensors")
     tensors["blocks.0.mlp.fc1.weight"] *= 1.5  # still a valid file, and another function
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    assert "1 of 3 sites do not do what their weights say: blocks.0.mlp" in failure("check", out, *data)
+    assert "1 of 3 sites do not compute what their weights predict: blocks.0.mlp" in failure("check", out, *data)
 
 
 def test_a_dry_run_tells_time_and_memory_and_writes_nothing(weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def test_csv_of_labels(tmp_path: Path) -> None:
 BAD = {
     "no such folder": (["--data", "nowhere"], "does not exist"),
     "no such model": (["deit_tny_patch16_224"], "did you mean deit_tiny_patch16_224"),
-    "no such labels": (["--labels", "nothing.csv"], "nothing.csv cannot be read"),
+    "no such labels": (["--labels", "nothing.csv"], "there is no file nothing.csv"),
     "damaged": (["--data", "DAMAGED", "--labels", "ONE"], "cannot be decoded"),
     "nothing to measure": (["--labels", "none"], "nothing to measure"),
     "label beyond the classes": (["--labels", "BEYOND"], "label 1000 is not one of the model's 1000 classes"),

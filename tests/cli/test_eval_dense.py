@@ -124,15 +124,19 @@ def test_one_message_for_bad_input(weights: Path, scenes: Path, head: Path, tmp_
     dense = ("eval", MODEL, "--weights", weights, "--device", "cpu")
     assert "nothing to measure" in failure(*dense, "--data", scenes / "images", "--head", head)
     assert "fit a head with corp probe" in failure(*dense, "--data", scenes, "--task", "depth")
-    assert "made for segmentation" in failure(*dense, "--data", scenes, "--task", "depth", "--head", head)
+    assert "which predict segmentation" in failure(*dense, "--data", scenes, "--task", "depth", "--head", head)
     assert "is not HEIGHTxWIDTH" in failure(*dense, "--data", scenes, "--head", head, "--image-size", "big")
-    assert "no multiple of the patch size 16" in failure(*dense, "--data", scenes, "--head", head, "--image-size", 40)
-    assert "label 9 is not one of 2 classes" in failure(*dense, "--data", scenes, "--head", head, "--ignore", 255)
+    assert "not a multiple of the patch size 16" in failure(
+        *dense, "--data", scenes, "--head", head, "--image-size", 40
+    )
+    assert "label 9 is neither one of the 2 classes" in failure(
+        *dense, "--data", scenes, "--head", head, "--ignore", 255
+    )
     save_head(LinearHead(100, 2), HeadInfo(), tmp_path / "odd.safetensors")
     assert "reads 100 channels" in failure(*dense, "--data", scenes, "--head", tmp_path / "odd.safetensors")
     probe = ("probe", MODEL, "--weights", weights, "--data", scenes, "--device", "cpu", "--image-size", SIZE)
     assert "exists" in failure(*probe, "--out", head)
-    assert "label 9 is not one of 2 classes" in failure(*probe, "--out", tmp_path / "new", "--classes", 2)
+    assert "label 9 is neither one of the 2 classes" in failure(*probe, "--out", tmp_path / "new", "--classes", 2)
     usage = run(*probe, "--out", tmp_path / "new", "--task", "pose")
     assert usage.exit_code == 2
     assert "'segmentation', 'depth'" in usage.output
@@ -172,7 +176,7 @@ def test_a_backbone_is_pruned_at_the_size_and_under_the_head_that_it_is_used_wit
     assert abs(small - dense) < 0.5
     merging = corp.load(out).blocks
     assert merging.unmerge
-    assert "12 x 50 is no multiple of the patch size 16" in failure(
+    assert "12 x 50 is not a multiple of the patch size 16" in failure(
         *common, "-o", out, *asked, "--image-size", "12x50", "--overwrite"
     )
     assert "cannot be combined with --stats" in failure(

@@ -108,13 +108,13 @@ def test_folders_that_cannot_be_loaded(opt: Path, tmp_path: Path) -> None:
         load_model("hf:", None)
     config = json.loads((opt / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="has no weights"):
         load_model(f"hf:{tmp_path}", None)
     assert isinstance(load_model(f"hf:{tmp_path}", None, pretrained=False), transformers.OPTForCausalLM)
     with pytest.raises(ModelError, match="own weights; leave out --weights"):
         load_model(f"hf:{tmp_path}", tmp_path / "w.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ModelError, match=r"pickle \(\.bin\) only.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"only as pickle \(\.bin\).*save_pretrained"):
         load_model(f"hf:{tmp_path}", None)
     (tmp_path / "model.safetensors").write_bytes(4096 * b"nonsense")
     with pytest.raises(ModelError, match=r"the weights of .* cannot be loaded"):
@@ -137,7 +137,7 @@ def test_code_of_the_checkpoint_is_never_run(opt: Path, tmp_path: Path) -> None:
     evil = {**config, "model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}}
     (tmp_path / "config.json").write_text(json.dumps(evil))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    with pytest.raises(ModelError, match="brings its own code, which is not run"):
+    with pytest.raises(ModelError, match="comes with its own code, which corp does not run"):
         load_model(f"hf:{tmp_path}", None)
     assert not (tmp_path / "ran").exists()
 
@@ -145,7 +145,7 @@ def test_code_of_the_checkpoint_is_never_run(opt: Path, tmp_path: Path) -> None:
 def test_a_missing_tokenizer_is_said(opt: Path, texts: Path, tmp_path: Path) -> None:
     transformers.OPTForCausalLM.from_pretrained(opt).save_pretrained(tmp_path / "bare")
     given = ("calibrate", f"hf:{tmp_path / 'bare'}", "--calib", texts, "-o", tmp_path / "stats", "--device", "cpu")
-    assert "--tokenizer FOLDER takes it from elsewhere" in failure(*given)
+    assert "give its folder as --tokenizer FOLDER" in failure(*given)
     assert run(*given, "--tokenizer", opt).exit_code == 0
 
 
@@ -311,7 +311,7 @@ def test_options_that_do_not_go_together(opt: Path, bert: Path, texts: Path, mon
     model = f"hf:{opt}"
     assert "no data: give" in failure("eval", model)
     assert "--sts is for sentence encoders" in failure("eval", model, "--sts", texts)
-    assert "--labels are for images" in failure("eval", model, "--data", texts, "--labels", "none")
+    assert "--labels is for images" in failure("eval", model, "--data", texts, "--labels", "none")
     assert "combined with --per-document" in failure("eval", model, "--data", texts, "--stride", 2, "--per-document")
     assert "--tasks is for causal" in failure("eval", f"hf:{bert}", "--tasks", "arc")
     assert "take different data" in failure("eval", model, f"hf:{bert}", "--data", texts)

@@ -78,6 +78,43 @@ def test_a_folder_that_is_missing_is_told_with_one_that_is_near(
     assert "did you mean hf:m/smollm2-135m" in failure("inspect", "hf:./m/smollm2")
 
 
+def test_a_missing_path_is_told_with_one_that_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("photos", "small", "unlike"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "deit.safetensors").write_bytes(b"")
+    model = ("prune", "deit_tiny_patch16_224", "--mlp", 0.5, "-o", "out", "--weights")
+    assert failure(*model, "deit.safetensors", "--calib", "photo").endswith("not exist; did you mean photos?")
+    assert failure(*model, "diet.safetensors", "--calib", "photos").endswith("did you mean deit.safetensors?")
+    assert failure("bench", "smal").endswith("no folder of that name; did you mean small?")
+
+
+def test_a_file_in_place_of_a_folder_and_the_reverse_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "deit.safetensors").write_bytes(b"")
+    weights = failure(
+        "prune", "deit_tiny_patch16_224", "--weights", "photos", "--calib", "photos", "--mlp", 0.5, "-o", "o"
+    )
+    assert weights == "error: photos is a folder, but --weights FILE takes a file (.safetensors or .pth)"
+    assert failure("inspect", "deit.safetensors").endswith("and the file as --weights deit.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+def test_a_binary_file_is_not_taken_for_text(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a{suffix}"
+    save_file({"weight": torch.zeros(2)}, file)
+    with pytest.raises(DataError, match=rf"a{suffix} is not text in UTF-8: it has zero bytes"):
+        list(in_order(open_documents([file], field="text", lines=False, piece=100)))
+
+
+def test_a_table_of_many_columns_is_told_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(",".join(f"c{i}" for i in range(500)) + "\n")
+    with pytest.raises(DataError, match=r"it has 'c0', .*'c7' and 492 more; give the field of the text as field=NAME"):
+        open_documents([file], field="text", lines=False, piece=100)
+
+
 def test_the_hub_is_asked_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -100,7 +137,7 @@ def test_weights_that_nobody_can_fetch_are_told_at_once(tmp_path: Path, monkeypa
 def test_weights_of_another_model_are_told_with_its_name(tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     save_file(timm.create_model("deit_tiny_distilled_patch16_224").state_dict(), file)
-    said = "does not fit deit_tiny_patch16_224; it fits deit_tiny_distilled_patch16_224: give that name"
+    said = "does not fit deit_tiny_patch16_224; its tensors fit deit_tiny_distilled_patch16_224: give that name"
     with pytest.raises(ModelError, match=said):
         timm_models.create("deit_tiny_patch16_224", file)
     save_file({"weight": torch.zeros(2)}, file)
@@ -146,10 +183,10 @@ def test_a_field_without_text_and_a_missing_tokenizer_say_what_to_type(tmp_path:
     file.write_text(json.dumps({"body": "words"}) + "\n")
     with pytest.raises(DataError) as caught:
         list(in_order(open_documents([file], field="text", lines=False, piece=100)))
-    assert "it has 'body'; --text-field NAME says which" in in_flags(str(caught.value))
+    assert "it has 'body'; give the field of the text as --text-field NAME" in in_flags(str(caught.value))
     with pytest.raises(DataError) as caught:
         hf_models.tokenizer(str(tmp_path))
-    assert "--tokenizer FOLDER takes it from elsewhere" in in_flags(str(caught.value))
+    assert "give its folder as --tokenizer FOLDER" in in_flags(str(caught.value))
 
 
 def test_a_full_disk_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_ranges_and_targets(weights: Path, photos: Path) -> None:
     first = next((site for site in shown["sites"] if site["name"] == "blocks.0.mlp"), None)
     assert first is None or first["achieved"] <= 0.05
     assert shown["why"]["allocation"]["target"] == 0.8
-    assert "only a target" in failure(*common, "--mlp", 0.5, "--override", "blocks.0.*:mlp=0-0.05")
+    assert "only under a target" in failure(*common, "--mlp", 0.5, "--override", "blocks.0.*:mlp=0-0.05")
     text = " ".join(run(*common, "--target-macs", 0.8).output.split())
     assert "0.800 of the dense macs, allocation gain" in text
 

@@ -63,7 +63,7 @@ def test_too_many_damaged_files_are_an_error(folder: Path) -> None:
 
 
 def test_folders_without_images_say_so(tmp_path: Path) -> None:
-    with pytest.raises(CorpError, match="no images under"):
+    with pytest.raises(CorpError, match="no images in"):
         list_images([tmp_path])
     with pytest.raises(CorpError, match="not a folder of images"):
         list_images([tmp_path / "nothing"])

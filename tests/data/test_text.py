@@ -65,11 +65,11 @@ def test_jsonl_and_its_complaints(tmp_path: Path) -> None:
     path.write_text('{"text": "eins \\ud83d"}\n\n{"body": "zwei", "id": 3}\nnonsense\n[1]\n')
     source = open_documents([path], field="text", lines=False, piece=9)[0]
     assert source.read(0) == "eins ?"  # half a character is not handed on
-    with pytest.raises(DataError, match=r"a.jsonl, line 3 has no field 'text'; it has 'body', 'id'; field=NAME"):
+    with pytest.raises(DataError, match=r"a.jsonl, line 3 has no field 'text'; it has 'body', 'id'; .*field=NAME"):
         source.read(1)
     with pytest.raises(DataError, match="line 4: not JSON"):
         source.read(2)
-    with pytest.raises(DataError, match="line 5: a list, not a JSON object"):
+    with pytest.raises(DataError, match="line 5: expected a JSON object, found a list"):
         source.read(3)
     with pytest.raises(DataError, match="'id' holds a int, not text"):
         open_documents([path], field="id", lines=False, piece=9)[0].read(1)
@@ -82,10 +82,10 @@ def test_tables_by_header_and_by_number(tmp_path: Path) -> None:
     tabs = tmp_path / "b.csv"  # tab-separated whatever it is called; one quotation mark alone is text
     tabs.write_text('x\t"erst\ny\tzweit\n')
     assert documents(tabs, "2") == ['"erst', "zweit"]
-    with pytest.raises(DataError, match=r"b.csv, line 1 has no field 'text'; it has 'x', '\"erst'.*number, from 1"):
+    with pytest.raises(DataError, match=r"b.csv, line 1 has no field 'text'; it has 'x', '\"erst'.*number \(from 1\)"):
         documents(tabs)
     tabs.write_text("x\tone\ny\n")
-    with pytest.raises(DataError, match="line 2: 1 columns, no column 2"):
+    with pytest.raises(DataError, match="line 2: the row has 1 columns, so there is no column 2"):
         documents(tabs, "2")
 
 
@@ -100,7 +100,7 @@ def test_folders_hold_files_of_every_kind(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file or folder"):
         documents(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="no texts under"):
+    with pytest.raises(DataError, match="no texts in"):
         documents(tmp_path)
     (tmp_path / "a.doc").write_text("x")
     with pytest.raises(DataError, match=r"not '\.doc'"):

@@ -83,10 +83,9 @@ def test_the_command_calibrates_on_both(tmp_path: Path) -> None:
     assert "9 of 16 tokens written by the model" in stats.origin["preprocessing"]
     made = content("prune", f"hf:{opt}", *options, "--mlp", 0.5, "--dry-run")
     assert "15 samples" in made["what"]
-    vit = hf_folders.bert(tmp_path / "bert")
-    assert "does not generate text" in failure(
-        run("prune", f"hf:{vit}", "--calib", texts, "--mlp", 0.5, "--own-texts", 4, "-o", tmp_path / "out")
-    )
+    bert = hf_folders.bert(tmp_path / "bert")
+    options = ("--calib", texts, "--mlp", 0.5, "--own-texts", 4, "-o", tmp_path / "out")
+    assert "does not generate text" in failure("prune", f"hf:{bert}", *options)
 
 
 def test_where_texts_end_early_the_way_out_is_named(tmp_path: Path) -> None:

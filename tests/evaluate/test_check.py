@@ -97,7 +97,7 @@ def test_a_wrong_frequency_is_found() -> None:
     site = result.plan.sites[0]
     other = dataclasses.replace(site, kept=tuple(tuple(sorted(_other_pairs(group))) for group in site.kept))
     plan = dataclasses.replace(result.plan, sites=(other, *result.plan.sites[1:]))
-    with pytest.raises(CorpError, match="sites do not do what their weights say"):
+    with pytest.raises(CorpError, match="sites do not compute what their weights predict"):
         require_equal(check(model, result.model, plan, data[:1]))
 
 
@@ -113,7 +113,7 @@ def test_a_module_that_computes_something_else_is_found() -> None:
     model, data = models.build("vit"), models.batches("vit")
     result = models.prune(model, data, Recipe.paper(mlp=0.5))
     result.model.blocks[1].mlp.fc1.register_forward_hook(lambda _m, _a, out: 1.02 * out)
-    with pytest.raises(CorpError, match=r"1 of 2 sites do not do what their weights say: blocks\.1\.mlp"):
+    with pytest.raises(CorpError, match=r"1 of 2 sites do not compute what their weights predict: blocks\.1\.mlp"):
         require_equal(check(model, result.model, result.plan, data[:1]))
 
 
@@ -121,5 +121,5 @@ def test_another_dense_model_is_refused() -> None:
     model, data = models.build("vit"), models.batches("vit")
     result = models.prune(model, data, Recipe.paper(mlp=0.5))
     model.blocks[0].mlp.fc1.weight.data *= 2
-    with pytest.raises(CorpError, match="other weights than the one that was pruned"):
+    with pytest.raises(CorpError, match="not the one that was pruned: its weights differ"):
         check(model, result.model, result.plan, data)

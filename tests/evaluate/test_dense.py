@@ -133,11 +133,11 @@ def test_scores_against_labels_and_against_the_dense_maps() -> None:
 
 
 def test_odd_targets_and_heads_are_errors() -> None:
-    with pytest.raises(corp.CorpError, match="label 7 is not one of 3 classes"):
+    with pytest.raises(corp.CorpError, match="label 7 is neither one of the 3 classes"):
         Segmentation(3).add(torch.zeros(1, 3, 2, 2), torch.full((1, 2, 2), 7))
-    with pytest.raises(corp.CorpError, match="head gives 4 classes, 3 were announced"):
+    with pytest.raises(corp.CorpError, match="head gives 4 classes, but 3 were expected"):
         Segmentation(3).add(torch.zeros(1, 4, 2, 2), torch.zeros(1, 2, 2))
-    with pytest.raises(corp.CorpError, match="one channel, this one 2"):
+    with pytest.raises(corp.CorpError, match="one channel, but this one has 2"):
         Depth().add(torch.zeros(1, 2, 2, 2), torch.ones(1, 2, 2))
     with pytest.raises(corp.CorpError, match="not finite"):
         Depth().add(torch.full((1, 1, 2, 2), math.inf), torch.ones(1, 2, 2))
@@ -234,7 +234,7 @@ def test_missing_and_odd_maps_are_errors(tmp_path: Path) -> None:
     with pytest.raises(corp.CorpError, match="cannot be read as a map"):
         read_target(tmp_path / "x.npy")
     np.save(tmp_path / "x.npy", np.ones((4, 5)))
-    with pytest.raises(corp.CorpError, match="is 5 x 4, its image 4 x 4"):
+    with pytest.raises(corp.CorpError, match="is 5 x 4, but its image is 4 x 4"):
         list(DensePairs(find_pairs(tmp_path), PLAIN))
     (tmp_path / "x.jpg").write_text("no image")
     with pytest.raises(corp.CorpError, match="cannot be decoded"):

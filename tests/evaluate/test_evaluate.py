@@ -63,7 +63,7 @@ def test_without_a_dense_model_there_is_only_accuracy() -> None:
 
 def test_what_cannot_be_scored_is_said() -> None:
     logits = torch.zeros(2, 3)
-    with pytest.raises(corp.CorpError, match="3 classes apart, the dense model 4"):
+    with pytest.raises(corp.CorpError, match="3 classes and the dense model 4"):
         Score().add(logits, torch.zeros(2, 4))
     with pytest.raises(corp.CorpError, match="label 3 is not one of the model's 3 classes"):
         Score().add(logits, None, torch.tensor([0, 3]))

@@ -74,7 +74,7 @@ def test_files_that_are_no_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(corp.CorpError, match="cannot be read as a head"):
         load_head(path)
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(corp.CorpError, match="no head that corp knows"):
+    with pytest.raises(corp.CorpError, match="not a head that corp knows"):
         load_head(path)
     save_file({"weight": torch.zeros(2, 3), "bias": torch.zeros(5)}, path)
     with pytest.raises(corp.CorpError, match="does not fit LinearHead"):

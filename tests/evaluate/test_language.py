@@ -79,13 +79,13 @@ def test_outputs_that_are_no_language_models(case: tuple[Tensor, Tensor, Tensor]
     logits, _, target = case
     with pytest.raises(ModelError, match=r"gives shape \(6, 9\)"):
         NextTokens().add(logits[..., 0], None, target)
-    with pytest.raises(ModelError, match="vocabulary of 11 tokens, the dense model 10"):
+    with pytest.raises(ModelError, match="vocabulary of 11 tokens and the dense model 10"):
         NextTokens().add(logits, logits[..., :10], target)
     with pytest.raises(ModelError, match="not finite"):
         NextTokens().add(logits / 0, None, target)
     nothing = NextTokens()
     nothing.add(logits, None, torch.full_like(target, IGNORED))
-    with pytest.raises(DataError, match="no token was judged"):
+    with pytest.raises(DataError, match="no token was scored"):
         nothing.intervals()
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_fitted_is_said() -> None:
         fit_head(Pixels(), pairs(torch.zeros(2, 4, 6), images[:2]), info)
     with pytest.raises(corp.CorpError, match="all are 255"):
         fit_head(Pixels(), pairs(torch.full((20, 4, 6), 255), images), info)
-    with pytest.raises(corp.CorpError, match="label 4 is not one of 3 classes"):
+    with pytest.raises(corp.CorpError, match="label 4 is neither one of the 3 classes"):
         fit_head(Pixels(), pairs(torch.full((20, 4, 6), 4), images), info, classes=3)
     with pytest.raises(corp.CorpError, match="no pixel has a depth"):
         fit_head(Pixels(), pairs(torch.zeros(20, 4, 6), images), HeadInfo("depth"))

@@ -76,7 +76,7 @@ def test_random_states_are_left_as_they_were_found(tmp_path: Path) -> None:
     before = states()
     result = corp.prune(model, data, HALF)
     assert states() == before
-    with pytest.warns(CorpWarning, match="takes the dense model"):
+    with pytest.warns(CorpWarning, match="needs the dense model"):
         corp.save(result, tmp_path / "model")
     assert states() == before
     corp.load(tmp_path / "model", base=model)
@@ -244,7 +244,7 @@ def test_cycles_leave_no_models_files_or_hooks_behind(tmp_path: Path) -> None:
     open_files = []
     for _ in range(4):
         result = pruned(model)
-        with pytest.warns(CorpWarning, match="takes the dense model"):
+        with pytest.warns(CorpWarning, match="needs the dense model"):
             corp.save(result, tmp_path / "model", overwrite=True)
         loaded = corp.load(tmp_path / "model", base=model)
         made += [weakref.ref(result.model), weakref.ref(loaded)]

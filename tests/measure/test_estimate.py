@@ -54,7 +54,7 @@ def test_costly_stages_are_told_with_what_avoids_them() -> None:
     made = Estimate("pruning it", stages, 10)
     assert (made.seconds, made.memory) == (500.0, 17)
     assert made.line() == "pruning it: about 8 min, 17B of memory"
-    assert made.advice() == ["planning takes about 7 min of it; rank='combined' is faster"]
+    assert made.advice() == ["about 7 min of that is for planning; rank='combined' is faster"]
     assert not replace(made, stages=(stages[0], stages[1]._replace(seconds=90.0))).advice()
     assert "unknown" in Estimate("pruning it", ()).line()
 

@@ -194,7 +194,7 @@ def test_pair_sums_add_and_survive_a_file() -> None:
     assert (again.samples, again.tokens) == (6, 6 * N)
     shapes = {name: tuple(t.shape) for name, t in whole.state().items()}
     assert shapes == {name: PairSums.shapes(4, 2 * P)[name] for name in ("counts", "raw", "weighted")}
-    with pytest.raises(StatisticsError, match="do not add"):
+    with pytest.raises(StatisticsError, match="cannot be added"):
         _ = whole + PairSums(4, 4, 2 * P)
     with pytest.raises(StatisticsError, match="no samples"):
         PairSums(4, 2, 2 * P).group(0, weighted=True)

@@ -154,7 +154,7 @@ def _recipe_in(lines: str) -> Recipe:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "pruned"
     result = corp.prune(vit(), images(), Recipe.paper(mlp=0.5, attn=0.5, compensate="none"))
-    with pytest.warns(CorpWarning, match="takes the dense model"):
+    with pytest.warns(CorpWarning, match="needs the dense model"):
         corp.save(result, folder)
     return folder
 

@@ -220,7 +220,7 @@ def test_tokenizers_that_a_gguf_file_cannot_hold() -> None:
     odd.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()]
     )
-    with pytest.raises(CorpError, match=r"cuts texts in a way whose name in llama\.cpp is not known here"):
+    with pytest.raises(CorpError, match=r"does not know llama\.cpp's name for the way .* splits texts"):
         vocabulary_of(odd, 320)
 
 
@@ -313,7 +313,7 @@ def test_refusals_say_what_can_be_done(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     assert f"run it with vllm serve {tmp_path / 'out'}" in " ".join(made.output.split())
     corp.save(decoders.pruned(decoders.build("llama"), Recipe(mlp=0.5)), tmp_path / "bare")
-    with pytest.raises(CorpError, match="a GGUF file holds its tokenizer, and there is none"):
+    with pytest.raises(CorpError, match="a GGUF file includes the tokenizer, but corp found none"):
         storage.export(tmp_path / "bare", tmp_path / "x", to="gguf")
     told = " ".join(run("export", tmp_path / "bare", "-o", tmp_path / "x", "--to", "gguf").output.split())
     assert "can be exported with" in told

@@ -81,7 +81,7 @@ def _save(result: Result, path: Path) -> Path:
 def test_models_without_a_name_load_into_a_dense_model(family: str, tmp_path: Path) -> None:
     model, data = build(family), batches(family)
     result = corp.prune(model, data, Recipe.paper(mlp=0.5, attn=0.5, intercept=True))
-    with pytest.warns(CorpWarning, match=r"not known, so loading it takes the dense model: corp\.load\(.*, base=model"):
+    with pytest.warns(CorpWarning, match=r"so loading it needs the dense model: corp\.load\(.*, base=model"):
         corp.save(result, tmp_path / "model")
     with pytest.raises(CorpError, match=r"corp\.load\(path, base=model\)"):
         corp.load(tmp_path / "model")
@@ -93,7 +93,7 @@ def test_unusual_arguments_are_noticed_when_saving(tmp_path: Path) -> None:
     """A model that its name does not rebuild must not be rebuilt from its name."""
     model = named_model(qkv_bias=False)
     result = corp.prune(model, inputs(), Recipe.paper(mlp=0.6))
-    with pytest.warns(CorpWarning, match="loading it takes the dense model"):
+    with pytest.warns(CorpWarning, match="loading it needs the dense model"):
         corp.save(result, tmp_path / "model")
     assert json.loads((tmp_path / "model" / "corp.json").read_text())["base"] is None
     x = inputs()[0]
@@ -194,7 +194,7 @@ def test_damaged_or_hostile_folders_end_in_a_clear_error(saved: Path, attack: st
 def test_links_out_of_the_folder_are_not_followed(saved: Path, tmp_path: Path) -> None:
     shutil.move(saved / "model.safetensors", tmp_path / "elsewhere.safetensors")
     (saved / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
-    with pytest.raises(CorpError, match="link out of its folder"):
+    with pytest.raises(CorpError, match="link that leaves its folder"):
         corp.load(saved)
 
 

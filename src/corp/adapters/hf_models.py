@@ -93,15 +93,15 @@ def tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
 def tokenizer(name: str) -> Any:
     """The tokenizer of the folder or hub id."""
     if hub.is_path(name) and not Path(name).is_dir():
-        raise DataError(f"there is no folder {name} to take a tokenizer from; tokenizer=FOLDER takes it from elsewhere")
+        raise DataError(f"there is no folder {name} with a tokenizer; give its folder as tokenizer=FOLDER")
     # transformers makes an empty tokenizer, which turns every text into nothing, where there are no files.
     if hub.is_path(name) and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
-        raise DataError(f"{name} holds no tokenizer ({TOKENIZER_FILES[0]}); tokenizer=FOLDER takes it from elsewhere")
+        raise DataError(f"{name} has no tokenizer ({TOKENIZER_FILES[0]}); give its folder as tokenizer=FOLDER")
     try:
         _check_small_files(name)
         return _load(AutoTokenizer, name, "tokenizer")
     except ModelError as error:
-        raise DataError(f"{error}; tokenizer=FOLDER takes it from elsewhere") from error
+        raise DataError(f"{error}; give the tokenizer's folder as tokenizer=FOLDER") from error
 
 
 def kind_of(model: nn.Module) -> str:
@@ -160,7 +160,9 @@ def preprocessing(name: str) -> Callable[[Image.Image], Tensor]:
         _check_small_files(name)
         return Preprocessing(_load(AutoImageProcessor, name, "image preprocessing", backend="pil"))
     except ModelError as error:
-        raise DataError(f"{error}; a preprocessor_config.json in its folder says how images are prepared") from error
+        raise DataError(
+            f"{error}; add a preprocessor_config.json, which describes how images are prepared, to its folder"
+        ) from error
 
 
 def _classes(config: Any, name: str) -> list[Any]:
@@ -185,14 +187,14 @@ def _check_folder(name: str) -> None:
     hub.require_known(name)
     _check_small_files(name)
     if hub.is_path(name) and not (Path(name) / "config.json").is_file():
-        raise ModelError(f"{name} has no config.json, so it is no folder for transformers' from_pretrained")
+        raise ModelError(f"{name} has no config.json, so transformers' from_pretrained cannot load it")
 
 
 def _check_small_files(name: str) -> None:
     """Configs, vocabularies and templates are read whole: refuse what is larger than any of them."""
     for path in Path(name).iterdir() if hub.is_path(name) and Path(name).is_dir() else ():
         if path.suffix in SMALL and path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes, more than the {MAX_JSON_BYTES} that are read")
+            raise ModelError(f"{path} has {path.stat().st_size} bytes; corp reads at most {MAX_JSON_BYTES}")
 
 
 def _check_sizes(cls: Any, config: Any, name: str) -> None:
@@ -205,8 +207,8 @@ def _check_sizes(cls: Any, config: Any, name: str) -> None:
         return
     if wanted > PARAMETERS_PER_BYTE * held:
         raise ModelError(
-            f"the config of {name} describes {wanted:,} parameters, but its weights have {held:,} bytes; "
-            "one of them belongs to another model"
+            f"the config of {name} describes {wanted:,} parameters, but its weights have {held:,} bytes; the file "
+            f"is incomplete, or one of them belongs to another model"
         )
 
 
@@ -223,13 +225,13 @@ def _check_weights(name: str) -> None:
     if _has_weights(name):
         return
     if any(Path(name).glob("*.bin")):
-        raise ModelError(f"{name} holds its weights as pickle (.bin) only, which is not read here: {_convert(name)}")
-    raise ModelError(f"{name} holds no weights (*.safetensors)")
+        raise ModelError(f"{name} has its weights only as pickle (.bin), which corp does not read: {_convert(name)}")
+    raise ModelError(f"{name} has no weights (*.safetensors)")
 
 
 def _convert(name: str) -> str:
     return (
-        'where you trust them, convert them once: python -c "from transformers import AutoModel as M; '
+        'if you trust them, convert them once: python -c "from transformers import AutoModel as M; '
         f"M.from_pretrained('{name}').save_pretrained('NEW')\" (AutoModelForCausalLM for a language model), "
         "copy the tokenizer's files beside them, and use hf:NEW"
     )
@@ -253,7 +255,7 @@ def _load(auto: Any, name: str, what: str, **kwargs: Any) -> Any:
 def _reason(name: str, what: str, error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" in text:
-        return f"{name} brings its own code, which is not run; only classes of transformers itself are loaded"
+        return f"{name} comes with its own code, which corp does not run; it loads only transformers' own classes"
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
         return f"transformers {transformers.__version__} does not know the architecture of {name}: {text[:200]}"
     if not hub.is_path(name) and not hub.reachable(hub.endpoint()):

@@ -1,6 +1,6 @@
 """Models by folder or hub id, looked up in two seconds: the hub's own client would try six times.
 
-Nothing heavy is imported here, so that a mistyped name is told before torch is loaded.
+Nothing heavy is imported here, so that a mistyped name is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from corp.adapters.near_names import near
+from corp.adapters.near_names import beside, did_you_mean
 from corp.errors import ModelError
 
 SECONDS = 1.2
@@ -90,14 +90,11 @@ def any_cached(part: str) -> bool:
 
 def missing(name: str) -> ModelError:
     return ModelError(
-        f"there is no folder {name} here, no copy of a hub model of that name, and the hub cannot be reached"
+        f"there is no folder {name}, no downloaded hub model of that name, and the hub cannot be reached"
         f"{_did_you_mean(name)}"
     )
 
 
 def _did_you_mean(name: str) -> str:
     """Folders beside the missing one whose names are near."""
-    parent = Path(name).parent
-    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-    names = [f"hf:{parent / folder}" for folder in near(Path(name).name, folders)]
-    return f"; did you mean {', '.join(names)}?" if names else ""
+    return did_you_mean(f"hf:{path}" for path in beside(Path(name)) if path.is_dir())

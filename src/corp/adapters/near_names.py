@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 MOST = 4
 
@@ -13,9 +14,21 @@ def near(name: str, known: Iterable[str]) -> list[str]:
     A known name counts by the edits that turn `name` into some beginning of it: who types `deit_tinny` means
     `deit_tiny_patch16_224`, though most of that is missing. Among equals, shorter names come first.
     """
-    allowed = max(2, len(name) // 4)
+    allowed = 1 if len(name) < 5 else max(2, len(name) // 4)
     found = [(prefix_distance(name.lower(), other.lower()), len(other), other) for other in known]
     return [other for edits, _, other in sorted(found) if edits <= allowed][:MOST]
+
+
+def beside(path: Path) -> list[Path]:
+    """The files and folders beside a missing path that it may stand for, best first."""
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return [path.parent / name for name in near(path.name, names)]
+
+
+def did_you_mean(names: Iterable[object]) -> str:
+    """The end of a sentence that suggests the names; nothing if there are none."""
+    shown = ", ".join(map(str, names))
+    return f"; did you mean {shown}?" if shown else ""
 
 
 def prefix_distance(name: str, other: str) -> int:

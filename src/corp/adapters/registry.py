@@ -80,7 +80,7 @@ def register_adapter(
     identify: Callable[[nn.Module], dict[str, Any] | None] | None = None,
     rebuild: Callable[[dict[str, Any]], nn.Module] | None = None,
 ) -> None:
-    """Teach corp a model family: `find(model)` returns its sites, or None if the model is another's.
+    """Teach corp a model family: `find(model)` returns its sites, or None for other models.
 
     Adapters registered later are asked first, and before the built-in ones; a name registered again is replaced.
     """
@@ -116,15 +116,19 @@ def library_of(adapter: str) -> Library | None:
     return library
 
 
+def require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+
+
 def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = None) -> Sites:
-    """What can be pruned in `model`, and what was refused and why.
+    """Return what can be pruned in `model`, and what was refused and why.
 
     Models of any library are searched by structure; what is found is tried out on the model, with a small input made
     from the model itself and, if given, with `batch` (through `forward`). A model inside a larger module (a backbone
     under a head) is found there too. Packed experts are named as corp.surgery.experts takes them apart.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    require_module(model)
     if hasattr(model, "_orig_mod"):
         raise ModelError("this model is compiled; give corp the model itself (._orig_mod) and compile the pruned one")
     model = opened(model)
@@ -132,8 +136,9 @@ def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = No
     found = search(model, known.found, known.theirs, batch, forward)
     if not found.sites and not found.refused:
         raise ModelError(
-            f"no adapter knows {type(model).__module__}.{type(model).__qualname__}, and nothing in it looks like an "
-            "attention or an MLP in a repeated block. Register one with corp.register_adapter(name, find)"
+            f"no adapter knows {type(model).__module__}.{type(model).__qualname__}, and it has no repeated block "
+            f"with an attention or an MLP that corp recognises. Register an adapter with "
+            f"corp.register_adapter(name, find)"
         )
     names = [*known.names, *(["structure"] if not known.names else [])]
     sites, refused = found.sites, found.refused

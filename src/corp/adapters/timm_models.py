@@ -92,7 +92,11 @@ def load_weights(model: nn.Module, path: Path, name: str = "") -> None:
             if names
         ]
         fitting = _fitting(state, name)
-        remedy = f"it fits {fitting}: give that name" if fitting else "give the model that it was saved from"
+        remedy = (
+            f"its tensors fit {fitting}: give that name if it is one"
+            if fitting
+            else "give the model that it was saved from"
+        )
         raise ModelError(f"{path} does not fit {name or type(model).__name__}; {remedy}. Tensors {'; '.join(details)}")
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
@@ -111,8 +115,7 @@ def _fitting(state: dict[str, Tensor], name: str) -> str | None:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ModelError(f"there is no weights file {path}")
+    timm_names.require_weights_file(path)
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -121,7 +124,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} cannot be read as weights: {error}") from error
     except Exception as error:  # torch.load refuses pickles with code in them by an UnpicklingError
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{path} holds more than weights and is not loaded (no pickle is run): {first}") from error
+        raise ModelError(
+            f"{path} holds more than weights, or is damaged (no pickle is run): {first}; save "
+            "model.state_dict() alone, best as .safetensors"
+        ) from error
     for key in ("model", "state_dict"):  # the usual wrappings of training scripts
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -1,6 +1,6 @@
 """The names of timm's models, read off its source files: importing timm takes seconds, which a mistyped name need not.
 
-Nothing heavy is imported here, so that a mistyped name is told before torch is loaded.
+Nothing heavy is imported here, so that a mistyped name is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from corp.adapters.near_names import near
+from corp.adapters.near_names import MOST, beside, did_you_mean, near
 from corp.errors import ModelError
 
 REGISTERED = re.compile(r"^@register_model\s*\ndef (\w+)\(", re.MULTILINE)
@@ -29,10 +29,21 @@ def require_known(name: str) -> None:
 
 
 def unknown(name: str, known: list[str]) -> ModelError:
-    """What to say of a name that is none of the known ones."""
-    names = near(name.partition(".")[0], known)
-    hint = f"did you mean {', '.join(names)}?" if names else "timm.list_models() lists all"
-    return ModelError(f"timm has no model called {name!r}, and there is no folder of that name; {hint}")
+    """The error for a name that is none of the known ones."""
+    if Path(name).is_file():
+        return ModelError(f"{name} is a file: give the name of its architecture, and the file as weights={name}")
+    folders = [path for path in beside(Path(name)) if path.is_dir()]
+    names = [*folders, *near(name.partition(".")[0], known)][:MOST]
+    hint = did_you_mean(names) or "; timm.list_models() lists all"
+    return ModelError(f"timm has no model called {name!r}, and there is no folder of that name{hint}")
+
+
+def require_weights_file(path: Path) -> None:
+    """Refuse a weights file that is missing, or a folder."""
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder, but weights=FILE takes a file (.safetensors or .pth)")
+    if not path.is_file():
+        raise ModelError(f"there is no weights file {path}{did_you_mean(beside(path))}")
 
 
 def _sources() -> list[str]:

@@ -39,6 +39,31 @@ def feed(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     return run(model, move(batch, *placement(model)) if forward is None else batch, forward)
 
 
+def require_runs(model: nn.Module, batch: Any, forward: Forward | None = None, name: str = "the first batch") -> Any:
+    """The model's output on a batch; refuses one that the model does not run on."""
+    try:
+        with torch.no_grad(), evaluating(model), uncompiled():
+            return feed(model, batch, forward)
+    except (DataError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of the model's own code
+        raise DataError(
+            f"the model does not run on {name} ({described(batch)}): {type(error).__name__}: {error}. "
+            "A tensor becomes model(x), a dict model(**x); for anything else pass forward=lambda model, batch: ..."
+        ) from error
+
+
+def described(batch: Any) -> str:
+    """A batch by its shapes."""
+    if isinstance(batch, Tensor):
+        return f"a {batch.dtype} tensor {tuple(batch.shape)}".replace("torch.", "")
+    if isinstance(batch, Mapping):
+        return "a dict of " + ", ".join(f"{name}: {described(value)}" for name, value in batch.items())
+    if isinstance(batch, tuple | list) and batch:
+        return f"a {type(batch).__name__} that begins with {described(batch[0])}"
+    return f"a {type(batch).__name__}"
+
+
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
     """Eval mode inside; afterwards every module is in the mode it came in."""
 

@@ -91,7 +91,7 @@ def read_groups(file: Path, names: set[str]) -> list[list[str]]:
 
 
 def _damaged(file: Path) -> StorageError:
-    return StorageError(f"{file} is not what a run leaves behind; fresh=True starts over")
+    return StorageError(f"{file} is damaged, or was not written by corp; fresh=True starts over")
 
 
 def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> None:
@@ -108,7 +108,7 @@ def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> N
         changed = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
         if changed:
             told = "; ".join(f"{key}: {before.get(key)!r} then, {identity.get(key)!r} now" for key in changed[:4])
-            raise StorageError(f"an unfinished run is there, of another command ({told}); fresh=True starts over")
+            raise StorageError(f"there is an unfinished run of another command ({told}); fresh=True starts over")
         return
     with writing(partial):
         partial.mkdir(parents=True, exist_ok=True)

@@ -178,7 +178,7 @@ class Grams:
     def __add__(self, other: Grams) -> Grams:
         if (self.heads, self.width) != (other.heads, other.width):
             raise StatisticsError(
-                f"Grams of {self.heads} heads x {self.width} and of {other.heads} x {other.width} do not add"
+                f"Grams of {self.heads} heads x {self.width} and of {other.heads} x {other.width} cannot be added"
             )
         both = Grams(self.heads, self.width)
         both.samples, both.tokens = self.samples + other.samples, self.tokens + other.tokens
@@ -212,7 +212,7 @@ class Grams:
             grams._key_mean, grams._keys = [state["key_mean"]], [state["keys"]]
         grams.kron, grams.centred_kron = state.get("kron"), state.get("centred_kron")
         if (grams.kron is None) != (grams.centred_kron is None):
-            raise StatisticsError("of the folded Grams only one of the two sums is there; calibrate again")
+            raise StatisticsError("one of the two sums of the folded Grams is missing; calibrate again")
         return grams
 
     @staticmethod

@@ -56,7 +56,7 @@ class Job:
     def __post_init__(self) -> None:
         if not self.sites:
             raise StatisticsError(
-                "there is no site to calibrate in this model; corp.find_sites(model).refused says why of every place"
+                "this model has no site to calibrate; corp.find_sites(model).refused gives the reason for every place"
             )
         first = next(self.model.parameters(), torch.empty(0))
         self.device = first.device if self.settings.offload is None else torch.device(self.settings.device)

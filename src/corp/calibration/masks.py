@@ -73,7 +73,7 @@ def real(given: Any, shape: Sequence[int] | None, *, marks_padding: bool, what: 
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise StatisticsError(
             f"{what} must be a (batch, tokens) mask that tells real tokens from padding; got {got}. "
-            "Give calibration the tokenizer's own mask: what a model derives from it is no padding mask"
+            "Pass the tokenizer's own mask, not one that the model derives from it"
         )
     if marks_padding:  # torch.nn turns True into -inf on the way to its layers
         tokens = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -65,8 +65,8 @@ def passes(sites: Sequence[Site | OutputHead], samples: int | None, budget: int)
     least = working + max(site_bytes(site, samples) for site in sites)
     if least > budget:
         raise StatisticsError(
-            f"calibration needs at least {human(least)} for its largest site, {human(budget)} are allowed; "
-            f"give it memory={human(least)} or leave large sites out"
+            f"calibration needs at least {human(least)} for its largest site, but {human(budget)} is allowed; give "
+            f"memory={human(least)} or skip large sites"
         )
     groups: list[list[Site | OutputHead]] = [[]]
     used = working

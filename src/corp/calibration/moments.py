@@ -130,7 +130,7 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         if self.width != other.width:
-            raise StatisticsError(f"moments of {self.width} and of {other.width} channels do not add")
+            raise StatisticsError(f"moments of {self.width} and of {other.width} channels cannot be added")
         if self.n == 0 or other.n == 0:
             return other if self.n == 0 else self
         both = Moments(self.width)

@@ -140,7 +140,7 @@ class PairSums:
         mine, theirs = ((x.heads, x.kv_heads, x.width, x.normed) for x in (self, other))
         if mine != theirs:
             raise StatisticsError(
-                f"pair sums of {self.heads} heads x {self.width} and of {other.heads} x {other.width} do not add"
+                f"pair sums of {self.heads} heads x {self.width} and of {other.heads} x {other.width} cannot be added"
             )
         both = self.empty()
         for name in ("samples", "tokens", "raw", "weighted", "lengths", "attended"):

@@ -111,7 +111,7 @@ class Entry:
 def added(first: AnySums, second: AnySums) -> AnySums:
     """The sum of two sites' sums of the same kind."""
     if type(first.fit) is not type(second.fit):
-        raise StatisticsError("sums of different kinds of sites do not add")
+        raise StatisticsError("sums of different kinds of sites cannot be added")
     both: Any = (first.fit, second.fit), (first.held, second.held)
     return SiteSums(*(a + b for a, b in both))
 
@@ -143,7 +143,7 @@ def read_sums(path: Path, entry: Entry) -> AnySums:
         raise StatisticsError(f"{path} is damaged or missing: {error}") from error
     for name, tensor in tensors.items():
         if not _plausible(tensor, counts=name.endswith(".counts")):
-            raise StatisticsError(f"{path} is damaged: {name} ({tensor.dtype}) holds what no calibration leaves")
+            raise StatisticsError(f"{path} is damaged: {name} ({tensor.dtype}) has values that no calibration writes")
     return entry.build(tensors)
 
 

@@ -23,7 +23,7 @@ FORMAT, FORMAT_VERSION, MANIFEST = "corp-statistics", 4, "statistics.json"
 
 @dataclass(repr=False)
 class Statistics(Tabular):
-    """Sums by site name (in memory, or read from a folder one at a time). Two of them add.
+    """Sums by site name (in memory, or read from a folder one at a time). Statistics can be added.
 
     `samples`   how many samples of the data were seen
     `weights`   fingerprint of the dense weights: statistics of other weights are refused
@@ -68,7 +68,7 @@ class Statistics(Tabular):
         return Statistics({name: added(self.sums[name], other.sums[name]) for name in self.sums}, **header)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write a folder: it appears whole or not at all."""
+        """Write a folder, completely or not at all."""
         with new_folder(Path(path), overwrite=overwrite) as folder:
             entries = {name: write_site(folder, number, self.sums[name]) for number, name in enumerate(self.sums)}
             write_manifest(folder, self, entries)
@@ -86,9 +86,9 @@ class Statistics(Tabular):
 def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:
     """Samples, weights, inputs and origin of the sum of two; refuses what does not add."""
     if first.weights != second.weights:
-        raise StatisticsError("these statistics were taken with different weights; they do not add")
+        raise StatisticsError("these statistics were taken with different weights and cannot be added")
     if set(first.sums) != set(second.sums):
-        raise StatisticsError("these statistics cover different sites; they do not add")
+        raise StatisticsError("these statistics cover different sites and cannot be added")
     a, b = first.origin, second.origin
     common = {key: value for key, value in a.items() if b.get(key) == value and key != "parts"}
     parts = [*a.get("parts", [a]), *b.get("parts", [b])]  # listed, so that data counted twice is noticed

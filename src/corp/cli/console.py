@@ -39,10 +39,10 @@ _KEPT = {
 _NOTHING = "no output was written; start the command again"
 # Python arguments that are no fields of the recipe, and what the command line calls them.
 _ARGUMENTS = {
-    "field": "--text-field", "checkpoint_seconds": "--checkpoint-every",
+    "field": "--text-field", "scale": "--depth-scale", "ignore": "--ignore", "checkpoint_seconds": "--checkpoint-every",
     **{name: flag(name) for name in (
         "weights", "tokenizer", "samples", "memory", "offload", "device", "dtype", "seed", "overwrite", "profile",
-        "fresh", "to", "quant", "labels", "seq_len", "batch_size", "max_bad",
+        "fresh", "to", "quant", "labels", "seq_len", "batch_size", "max_bad", "sparsity",
     )},
 }  # fmt: skip
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
@@ -129,8 +129,8 @@ def _explained(error: Exception) -> tuple[str, int]:
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}, line {where.lineno}"
     return (
-        f"internal error: {type(error).__name__}: {text} ({place}). This is a defect, not your mistake: "
-        "please report it with what the same command says under CORP_DEBUG=1",
+        f"internal error: {type(error).__name__}: {text} ({place}). This is a defect of corp: please report it with "
+        f"the output of the same command under CORP_DEBUG=1",
         INTERNAL,
     )
 
@@ -182,12 +182,14 @@ def show_json(content: Any) -> None:
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    terminal = out if out.is_terminal else Terminal(width=160)
+    terminal.print(Text(printable(title), style="italic"), soft_wrap=True)  # not the table's: that wraps at its width
+    table = Table(header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # Text: names are never read as markup
-    (out if out.is_terminal else Terminal(width=160)).print(table)
+    terminal.print(table)
 
 
 class Console(Bars):

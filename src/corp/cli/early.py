@@ -1,12 +1,13 @@
-"""Checks that need neither torch nor the model, so that a mistyped name or path is told within two seconds."""
+"""Checks that need neither torch nor the model, so that a mistyped name or path is reported within two seconds."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+from corp.adapters.near_names import beside, did_you_mean
 from corp.cli.arguments import Deployment, Source
-from corp.errors import DataError, ModelError
+from corp.errors import DataError
 from corp.io.files import refuse_existing
 
 
@@ -25,8 +26,8 @@ def require_model(name: str, weights: Path | None = None, *, pretrained: bool = 
     """Refuse a model or a weights file that does not exist; without a file, pretrained weights must be in reach."""
     from corp.adapters import hub, timm_names
 
-    if weights is not None and not weights.is_file():
-        raise ModelError(f"there is no weights file {weights}")
+    if weights is not None:
+        timm_names.require_weights_file(weights)
     if name.startswith("hf:"):
         hub.require_known(name.removeprefix("hf:"))
     elif not Path(name).exists():
@@ -39,7 +40,7 @@ def require_model(name: str, weights: Path | None = None, *, pretrained: bool = 
 def require_paths(flag: str, paths: list[Path]) -> None:
     """Refuse data that does not exist."""
     if missing := [path for path in paths if not path.exists()]:
-        raise DataError(f"{flag} {missing[0]} does not exist")
+        raise DataError(f"{flag} {missing[0]} does not exist{did_you_mean(beside(missing[0]))}")
 
 
 def require_deployment(options: Deployment) -> None:

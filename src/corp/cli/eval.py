@@ -27,7 +27,9 @@ def evaluate(
     dense: Annotated[
         str | None, typer.Option(help="The model to compare with.", show_default="the first of several")
     ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Weights file of the dense model, or else of the first.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Weights file of the dense model, or of the first model without --dense.")
+    ] = None,
     device: a.Device = "auto",
     dtype: a.Dtype = "auto",
     json: a.Json = False,
@@ -46,7 +48,7 @@ def measured(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     """Measure models by name on the same data; the first is the one that the others are compared with."""
     if _common_kind(loaded) != IMAGE:
         if asked.labels is not None:
-            raise DataError("--labels are for images; texts have none here")
+            raise DataError("--labels is for images only")
         return eval_text.evaluate_texts(loaded, asked)
     for_texts = {"--stride": asked.stride, "--per-document": asked.per_document, "--sts": asked.sts}
     for name, value in (for_texts | {"--tasks": asked.tasks}).items():

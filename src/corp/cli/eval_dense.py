@@ -60,11 +60,11 @@ def _task(loaded: dict[str, nn.Module], info: HeadInfo | None, wanted: str | Non
     task = next(iter(tasks))
     if task is None or len(tasks) > 1:
         raise ModelError(
-            f"not all of {', '.join(loaded)} give maps of one kind by themselves; fit a head with corp probe, and give "
-            "it with --head"
+            f"{', '.join(loaded)} cannot predict maps without a head, or predict different kinds of maps; fit a "
+            f"head with corp probe, and give it with --head"
         )
     if wanted not in (None, task):
-        raise ModelError(f"--task {wanted} does not go with this model and head, which are made for {task}")
+        raise ModelError(f"--task {wanted} does not match the model and head, which predict {task}")
     return task
 
 
@@ -95,7 +95,7 @@ def _batches(asked: Evaluation, transform: WholeImage, *, compared: bool) -> Den
     if asked.labels == "none" or not any(found.values()):
         if not compared:
             raise DataError(
-                f"nothing to measure: no image below {asked.data[0]} has a map, and there is no second model; "
+                f"nothing to measure: no image in {asked.data[0]} has a map, and there is no second model; "
                 "give images with maps (images/ + labels/, or X/ + Xannot/), or a second model"
             )
         note("no label maps: the models are compared with the dense model's own maps only")
@@ -141,7 +141,7 @@ def require_patches(model: nn.Module, size: tuple[int, ...]) -> None:
     """Refuse an image size that is no multiple of the patches."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if patch and any(side % one for side, one in zip(size, patch, strict=True)):
-        raise DataError(f"an image size of {size[0]} x {size[1]} is no multiple of the patch size {patch[0]}")
+        raise DataError(f"an image size of {size[0]} x {size[1]} is not a multiple of the patch size {patch[0]}")
 
 
 def used_with(

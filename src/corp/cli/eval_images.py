@@ -85,7 +85,10 @@ def _labels(asked: Evaluation, name: str, model: nn.Module) -> dict[Path, int] |
         return read_labels(Path(asked.labels), asked.data)
     found = None if classes == 0 else find_labels(asked.data, classes)
     if found is None and classes != 0:
-        note(f"no accuracy: there are not {classes} sub-folders or synset ids for classes; give --labels FILE.csv")
+        note(
+            f"no accuracy without labels: they need {classes} sub-folders or synset ids, one per class, or "
+            f"--labels FILE.csv"
+        )
     return found
 
 

@@ -17,6 +17,7 @@ from typer.models import ArgumentInfo, OptionInfo
 from corp.cli.arguments import PANELS, option, parse_number
 from corp.errors import RecipeError
 from corp.recipe import BUDGET, HOW, PRESETS, REMOVE, Recipe
+from corp.recipe.checks import checked_sparsity
 
 Parameters = dict[str, inspect.Parameter]
 YES_NO = {"auto": "auto", "yes": True, "no": False}
@@ -125,7 +126,7 @@ def recipe_parameters() -> dict[str, inspect.Parameter]:
     merging = (
         "Merge tokens of a vision transformer too, under a target of operations, time or agreement: --tokens auto."
     )
-    start = "Settings to start from: best, the paper's, or a baseline's. Options given beside it win."
+    start = "Settings to start from: best, the paper's, or a baseline's. Other options override them."
     share = "Share to remove of MLP channels and of query and key dimensions alike."
     options: dict[str, Any] = {
         "sparsity": Annotated[float | None, option(share, REMOVE)],
@@ -145,11 +146,12 @@ def make_recipe(
 ) -> Recipe:
     """The recipe of a preset with what was given on the command line."""
     if sparsity is not None and (given["mlp"] is not None or given["attn"] is not None):
-        raise RecipeError("--sparsity sets both --mlp and --attn; give either it or those")
+        raise RecipeError("--sparsity sets both --mlp and --attn; give either --sparsity or those two")
     settings = {name: value for name, value in given.items() if value is not None and value != []}
     if merge_tokens:
         settings["tokens"] = "auto"
     if sparsity is not None:
+        checked_sparsity("sparsity", sparsity)
         settings |= {"mlp": sparsity, "attn": sparsity}
     for name, parse in _PARSED.items():
         if name in settings:

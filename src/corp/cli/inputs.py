@@ -108,7 +108,7 @@ def warn_of_little_space(out: Path, model: nn.Module) -> None:
     free, size = shutil.disk_usage(there).free, sum(p.numel() * p.element_size() for p in model.parameters())
     if free < size:
         warn(
-            f"{free / 1e6:.0f} MB are free where {out} goes, and the dense model takes {size / 1e6:.0f} MB; "
+            f"{free / 1e6:.0f} MB are free on the disk of {out}, and the dense model takes {size / 1e6:.0f} MB; "
             "free some space, or write elsewhere with -o"
         )
 
@@ -164,7 +164,7 @@ def refuse_labels(folders: list[Path]) -> None:
 def warn_of_odd_images(paths: list[Path]) -> None:
     """Warn if there are too few images for a stable fit, or if they look like label maps instead of photographs."""
     if len(paths) < FEW_IMAGES:
-        warn(f"{len(paths)} images are too few for a fit that holds on more; give at least {FEW_IMAGES} with --calib")
+        warn(f"{len(paths)} images are too few for a fit that generalises; give at least {FEW_IMAGES} with --calib")
     with suppress(OSError, ValueError, DataError):  # unreadable images are dealt with where they are read
         colours = [open_image(path).resize((64, 64), 0).getcolors(LABELS) for path in paths[:4]]
         if all(found is not None for found in colours):
@@ -192,7 +192,7 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> text.TextBa
     )
     if batches.samples < wanted and (pack or source.samples):
         more = f"; --own-texts {wanted - batches.samples} lets the model write the others" if pack else ""
-        note(f"there is text for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}{more}")
+        note(f"the text is enough for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}{more}")
     return batches
 
 

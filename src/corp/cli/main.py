@@ -60,7 +60,7 @@ COMMANDS = {
         "corp analyze deit_tiny_patch16_224 --calib photos/ -o redundancy/",
     ),
     "bench": Entry(
-        "Time models against the first of them, or a pruned folder against its dense model.",
+        "Measure the speed of models against the first one, or of a pruned folder against its dense model.",
         "corp bench small/",
         "corp bench deit_tiny_patch16_224 small/ --batch 8 --threads 1",
     ),
@@ -76,7 +76,7 @@ COMMANDS = {
         "corp inspect small/ --json",
     ),
     "check": Entry(
-        "Check on data of yours that a pruned folder computes what its plan says.",
+        "Check on your own data that a pruned model computes what its plan predicts.",
         "corp check small/ --calib photos/",
     ),
     "report": Entry(

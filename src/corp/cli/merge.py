@@ -25,4 +25,4 @@ def merge(
         raise StatisticsError("merging takes at least two folders of statistics: corp merge ONE TWO -o OUT")
     with progress(f"merging {len(parts)} folders", None, ""):
         whole = statistics.merge(parts, out)
-    note(f"statistics of {whole.samples} samples at {len(whole.sums)} sites are in {out}")
+    note(f"saved the statistics of {whole.samples} samples at {len(whole.sums)} sites to {out}")

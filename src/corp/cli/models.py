@@ -181,11 +181,18 @@ def as_stored(model: nn.Module, dense: nn.Module) -> nn.Module:
     return _cast(model, stored) if stored is not None and narrower else model
 
 
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"--device {name} is not a device; give cpu, cuda, cuda:1, mps or auto") from None
+
+
 def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     """Move the model to the device and cast it to the dtype; auto leaves it in its own."""
     device = chosen_device(device)
     try:
-        model = model.to(torch.device(device))
+        model = model.to(_device(device))
         return model if dtype == "auto" else _cast(model, DTYPES[dtype])
     except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
         raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error

@@ -60,4 +60,5 @@ def probe(
         f"{found.images} images, {width} features, {outputs} output(s), ridge {found.ridge:g}: the head explains "
         f"{found.explained:.1%} of the variance on held-out images"
     )
-    note(f"saved to {out}; next: corp eval {model} --head {out} --data DIR")
+    given = f" --weights {weights}" if weights else ""
+    note(f"saved to {out}; next: corp eval {model}{given} --head {out} --data DIR")

@@ -68,7 +68,7 @@ def prune(
     stream: Annotated[
         bool,
         a.option(
-            "Prune a folder that is larger than memory, one block at a time, hidden states on disk. Start the same "
+            "Prune a model that is larger than memory, one block at a time, with hidden states on disk. Start the same "
             "command again to continue an interrupted run.",
             a.MACHINE,
             "--stream",

@@ -31,6 +31,7 @@ from corp.io.files import write_json
 from corp.io.tables import write_csv
 from corp.measure.intervals import Interval
 from corp.recipe import KINDS
+from corp.recipe.checks import checked_sparsity
 from corp.report.sweeps import draw
 from corp.sites import fingerprint
 
@@ -182,7 +183,7 @@ def _judge(dense: nn.Module, source: a.Source, asked: Evaluation) -> Judge:
         return Judge(lambda models: [_measured(s.intervals()) for s in judged(models, Score, batches, dense)], images)
     refuse_other(kind, dense)
     if asked.labels is not None:
-        raise DataError("--labels are for images; texts have none")
+        raise DataError("--labels is for images only")
     texts = eval_text.text_batches(dense, tokenizer_of(source.model, source.text.tokenizer), kind, asked)
 
     def evaluate(models: Sequence[nn.Module]) -> list[Row]:
@@ -229,6 +230,10 @@ def _cell(value: Any, digits: int = 4) -> str:
 
 def parse_range(text: str) -> list[float]:
     """Parse "0.1:0.7:0.1" (both ends included) or "0.3,0.5"."""
+    return [checked_sparsity("sparsity", share) for share in _shares(text)]
+
+
+def _shares(text: str) -> list[float]:
     try:
         if ":" not in text:
             return list(dict.fromkeys(float(part) for part in text.split(",")))

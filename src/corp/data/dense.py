@@ -136,7 +136,7 @@ class DensePairs(Iterable[tuple[Tensor, Tensor]]):
         target = read_target(place)
         if tuple(target.shape) != (image.height, image.width):
             raise DataError(
-                f"{place} is {target.shape[1]} x {target.shape[0]}, its image {image.width} x {image.height}: a map "
-                "has one number per pixel of its image; resize it, classes by the nearest neighbour"
+                f"{place} is {target.shape[1]} x {target.shape[0]}, but its image is {image.width} x "
+                f"{image.height}; resize the map to its image (classes by nearest neighbour)"
             )
         return made, target if self.scale == 1 else target / self.scale

@@ -13,6 +13,8 @@ from typing import Any
 
 from corp.errors import DataError
 
+START = 8192  # bytes in which a file shows that it is no text
+MOST_FIELDS = 8  # named in a message
 SEPARATOR = b"<|endoftext|>"  # between the documents of a plain text, where there are any
 
 
@@ -21,7 +23,7 @@ def files_below(folder: Path, suffixes: Set[str], what: str) -> list[Path]:
     found = [Path(parent, name) for parent, _, names in os.walk(folder, followlinks=True) for name in names]
     found = sorted(path for path in found if path.suffix.lower() in suffixes)
     if not found:
-        raise DataError(f"no {what} under {folder} (looked for {', '.join(sorted(suffixes))}, any nesting)")
+        raise DataError(f"no {what} in {folder} or its sub-folders (looked for {', '.join(sorted(suffixes))})")
     return found
 
 
@@ -49,9 +51,14 @@ class Ranges(Documents):
         self.starts, self.ends = array("q"), array("q")
         if path.stat().st_size:  # an empty file cannot be mapped
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                self._refuse_binary(content[:START])
                 for start, end in self._find(content):
                     self.starts.append(start)
                     self.ends.append(end)
+
+    def _refuse_binary(self, start: bytes) -> None:
+        if b"\0" in start:
+            raise DataError(f"{self.path} is not text in UTF-8: it has zero bytes (a binary file, or UTF-16)")
 
     @abstractmethod
     def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
@@ -144,7 +151,7 @@ class JsonLines(Ranges):
         except json.JSONDecodeError as error:
             raise DataError(f"{self.where(number)}: not JSON ({error})") from error
         if not isinstance(record, dict):
-            raise DataError(f"{self.where(number)}: a {type(record).__name__}, not a JSON object")
+            raise DataError(f"{self.where(number)}: expected a JSON object, found a {type(record).__name__}")
         return record
 
     def read(self, number: int) -> str:
@@ -158,7 +165,10 @@ class JsonLines(Ranges):
 def no_field(where: str, field: str, there: list[str], value: Any = None, *, numbers: bool = False) -> DataError:
     """The error for a record without a text under `field`; `there` are the fields it has."""
     if field in there:
-        return DataError(f"{where}: {field!r} holds a {type(value).__name__}, not text; field=NAME names another")
-    known = ", ".join(map(repr, there)) or "nothing"
-    hint = "; without a header give the column's number, from 1" if numbers else ""
-    return DataError(f"{where} has no field {field!r}; it has {known}; field=NAME says which holds the text{hint}")
+        return DataError(
+            f"{where}: {field!r} holds a {type(value).__name__}, not text; give another field as field=NAME"
+        )
+    known = ", ".join(map(repr, there[:MOST_FIELDS])) or "nothing"
+    known += f" and {len(there) - MOST_FIELDS} more" if len(there) > MOST_FIELDS else ""
+    hint = ", or the column's number (from 1) if there is no header" if numbers else ""
+    return DataError(f"{where} has no field {field!r}; it has {known}; give the field of the text as field=NAME{hint}")

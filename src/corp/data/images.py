@@ -51,7 +51,7 @@ def open_image(path: Path) -> Image.Image:
 
     with Image.open(path) as image:
         if image.width * image.height > MOST_PIXELS:
-            raise DataError(f"{image.width} x {image.height} pixels are more than the {MOST_PIXELS} that are decoded")
+            raise DataError(f"{image.width} x {image.height} pixels are more than the limit of {MOST_PIXELS}")
         return image.convert("RGB")
 
 

@@ -30,6 +30,8 @@ def read_columns(
             rows = csv.reader(stream, **format_of(stream.readline()))
             stream.seek(0)
             found = [(rows.line_num, row) for row in rows if row]
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a table of {', '.join(names)}: {error}") from error
     header = [cell.strip().lower() for cell in found[0][1]] if found else []
@@ -87,7 +89,8 @@ class Table(Ranges):
         cells = self._cells(super().read(number))
         if self._column >= len(cells):
             raise DataError(
-                f"{self.path}, line {self.line(number)}: {len(cells)} columns, no column {self._column + 1}"
+                f"{self.path}, line {self.line(number)}: the row has {len(cells)} columns, so there is no column "
+                f"{self._column + 1}"
             )
         return cells[self._column]
 
@@ -124,7 +127,7 @@ class Parquet(Column):
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
-            raise DataError(f"{path}: reading parquet takes pyarrow; pip install pyarrow") from None
+            raise DataError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
         with _readable(path, "parquet"):
             self._file = parquet.ParquetFile(path)
         sizes = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
@@ -150,7 +153,7 @@ class SavedDataset(Column):
         try:
             import datasets
         except ModuleNotFoundError:
-            raise DataError(f"{path}: reading a datasets folder takes datasets; pip install datasets") from None
+            raise DataError(f"{path}: reading a datasets folder needs datasets: pip install datasets") from None
         if (path / "dataset_dict.json").is_file():
             splits = sorted(part.name for part in path.iterdir() if (part / "dataset_info.json").is_file())
             raise DataError(f"{path} holds several splits; give one of them, e.g. {path / (splits or ['train'])[0]}")

@@ -211,9 +211,7 @@ def windows(
     step = length if stride is None else stride
     _check(length=length, stride=step)
     if step > length:
-        raise DataError(
-            f"a stride of {step} leaves out text between windows of {length} tokens; make it {length} at most"
-        )
+        raise DataError(f"a stride of {step} leaves out text between windows of {length} tokens; use at most {length}")
     sources = open_documents(paths, field=field, lines=False, piece=WHOLE_PIECE)
     ids = array("i")
     for tokens in _joined(in_order(sources), tokenizer):
@@ -260,7 +258,7 @@ def _batches(
     ids: array[int], spans: Sequence[Span], tokenizer: Tokenizer, what: str, length: int, batch_size: int | None
 ) -> TextBatches:
     if not spans:
-        raise DataError("there is no text, only white space; field=NAME reads another field")
+        raise DataError("the texts are empty (only white space); to read another field give field=NAME")
     fallbacks = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # what stands under the mask changes nothing
     pad = next(token for token in fallbacks if token is not None)
     size = batch_size or max(1, TOKENS_PER_BATCH // max(1, length))

@@ -87,7 +87,7 @@ def check(
     """
     dense, pruned = opened(dense), opened(pruned)
     if plan.weights and fingerprint(dense) != plan.weights:
-        raise PlanError("the dense model has other weights than the one that was pruned; give that one")
+        raise PlanError("this dense model is not the one that was pruned: its weights differ")
     sites = find_sites(dense)
     stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
     epsilon = _coarsest(pruned, first_batch(batches), forward) ** ACCUMULATED
@@ -122,8 +122,9 @@ def require_equal(checked: Sequence[Checked]) -> None:
     if odd:
         first = odd[0]
         raise ModelError(
-            f"{len(odd)} of {len(checked)} sites do not do what their weights say: {first.finding.site} should lose "
-            f"{first.expected:.3%} of its output here and loses {first.measured:.3%}; the model is damaged, or "
+            f"{len(odd)} of {len(checked)} sites do not compute what their weights predict: {first.finding.site} "
+            f"should lose {first.expected:.3%} of its output here and loses {first.measured:.3%}; the model is "
+            f"damaged, or "
             "something (a hook, a wrapper, another version of its library) changes what its modules compute"
         )
 
@@ -249,5 +250,5 @@ def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | N
     if not seen and isinstance(site, MLPSite) and site.experts:
         return torch.empty(0, site.width)  # no token of this batch is routed to it
     if not seen:
-        raise ModelError(f"nothing passed {site.down}: these batches do not reach it")
+        raise ModelError(f"no data reached {site.down} in these batches")
     return torch.cat(seen)

@@ -37,8 +37,8 @@ class Score:
     def _compare(self, logits: Tensor, dense: Tensor) -> None:
         if logits.shape != dense.shape:
             raise ModelError(
-                f"the model tells {logits.shape[1]} classes apart, the dense model {dense.shape[1]}: "
-                "they cannot be compared; evaluate them apart"
+                f"the model has {logits.shape[1]} classes and the dense model {dense.shape[1]}, so they cannot be "
+                f"compared; evaluate them separately"
             )
         same, apart = compare_logits(logits, dense)
         self.divergence.add(apart)

@@ -57,7 +57,7 @@ class Depth:
     def add(self, prediction: Tensor, target: Tensor) -> None:
         """Add predicted maps (B, 1, h, w), which are resized to the targets (B, H, W)."""
         if prediction.shape[1] != 1:
-            raise ModelError(f"a depth head has one channel, this one {prediction.shape[1]}")
+            raise ModelError(f"a depth head must have one channel, but this one has {prediction.shape[1]}")
         for p, t in zip(fitted(prediction, target)[:, 0].double(), target.to(prediction.device).double(), strict=True):
             valid = torch.isfinite(t) & (t > 0)
             self._add_image(p[valid], t[valid])
@@ -91,7 +91,7 @@ class Depth:
         if t > FAR_OFF * max(p, 0.0) or p > FAR_OFF * t:
             warn(
                 f"the median depth is {t:.4g} in the maps and {p:.4g} in the predictions: are both in metres? "
-                "Maps in millimetres need a depth scale of 1000"
+                "For maps in millimetres give scale=1000"
             )
 
 
@@ -111,7 +111,7 @@ class Segmentation:
     def labels(self, prediction: Tensor) -> Tensor:
         """(B, K, H, W) -> (B, H, W), the predicted class of every pixel."""
         if prediction.shape[1] != self.channels:
-            raise ModelError(f"the head gives {prediction.shape[1]} classes, {self.channels} were announced")
+            raise ModelError(f"the head gives {prediction.shape[1]} classes, but {self.channels} were expected")
         return prediction.argmax(1) if self.channels > 1 else (prediction[:, 0] > 0).long()
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
@@ -126,8 +126,8 @@ class Segmentation:
         if len(t) and not 0 <= int(t.min()) <= int(t.max()) < self.classes:
             odd = int(t.min()) if int(t.min()) < 0 else int(t.max())
             raise DataError(
-                f"label {odd} is not one of {self.classes} classes, nor {self.ignore} (ignored); "
-                "the classes are counted from 0"
+                f"label {odd} is neither one of the {self.classes} classes, counted from 0, nor the ignored label "
+                f"{self.ignore}; if it marks unlabelled pixels, give ignore={odd}"
             )
         counts = (torch.bincount(x, minlength=self.classes).cpu() for x in (t[p == t], p, t))
         self.rows.append(torch.stack(list(counts)))

@@ -226,6 +226,6 @@ def _built(path: str | Path, state: dict[str, Tensor], info: HeadInfo) -> Head:
     if weight is not None and weight.dim() == 2:
         return LinearHead(weight.shape[1], weight.shape[0], least=LEAST_DEPTH if info.task == DEPTH else None)
     raise ModelError(
-        f"{path} is no head that corp knows: it holds {', '.join(sorted(state)[:4])} …; a linear head has weight "
+        f"{path} is not a head that corp knows: it holds {', '.join(sorted(state)[:4])} …; a linear head has weight "
         "(K, C) and bias (K), an upsampling head upconvN, bnN and final_conv"
     )

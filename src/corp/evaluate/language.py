@@ -40,8 +40,8 @@ class NextTokens:
             raise DataError("perplexity takes batches of (inputs, next tokens)")
         if dense is not None and dense.shape != logits.shape:
             raise ModelError(
-                f"the model has a vocabulary of {logits.shape[-1]} tokens, the dense model {dense.shape[-1]}: "
-                "they cannot be compared; evaluate them apart"
+                f"the model has a vocabulary of {logits.shape[-1]} tokens and the dense model {dense.shape[-1]}, so "
+                f"they cannot be compared; evaluate them separately"
             )
         target = target.to(logits.device)
         rows, columns = (target != IGNORED).nonzero(as_tuple=True)  # of every judged position (N,)
@@ -57,7 +57,7 @@ class NextTokens:
     def intervals(self) -> dict[str, Interval | None]:
         """Every number with its 95 % interval over sequences; None for what could not be measured."""
         if not self.nll.tokens:
-            raise DataError("no token was judged: every sequence is shorter than two tokens")
+            raise DataError("no token was scored: every sequence has fewer than two tokens")
         compared = self.agreeing.tokens > 0
         return {
             "perplexity": self.nll.interval().map(exp),

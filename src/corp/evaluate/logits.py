@@ -46,7 +46,7 @@ def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> l
         handles += watcher.watch_queries(model, site)
         run()
     if not watcher.seen:
-        raise ModelError(f"nothing passed {site.name}: these batches do not reach it")
+        raise ModelError(f"no data reached {site.name} in these batches")
     return watcher.seen
 
 

@@ -80,7 +80,7 @@ def fit_head(
     count, pixels = _survey(pairs, info, classes)
     held = {i for i in range(count) if i * PARTS // count in HELD}
     if not held or len(held) == count:
-        raise DataError(f"{count} image(s) are too few: some fit the head, others choose its ridge; give 10")
+        raise DataError(f"{count} image(s) are too few to fit the head and to choose its ridge; give at least 10")
     sums = _collect(backbone, pairs, info, pixels, held, progress)
     if min(float(part.weight) for part in sums) == 0:
         raise DataError("no labelled pixel in the images that fit the head, or in those that choose its ridge")
@@ -130,8 +130,8 @@ def _added(counts: Tensor, maps: Tensor, ignore: int, classes: int | None) -> Te
     if low < 0 or high >= most:
         odd = low if low < 0 else high
         raise DataError(
-            f"label {odd} is not one of {most} classes, nor {ignore} (ignored): is this a map of classes, and is "
-            "the label of unlabelled pixels given?"
+            f"label {odd} is neither one of the {most} classes, counted from 0, nor the ignored label {ignore}; if "
+            f"it marks unlabelled pixels, give ignore={odd}"
         )
     length = max(len(counts), high + 1)
     return nn.functional.pad(counts, (0, length - len(counts))) + torch.bincount(labels, minlength=length)
@@ -142,7 +142,7 @@ def _check_depths(medians: list[float]) -> None:
         raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
     depth = float(torch.tensor(medians).median())
     if depth > DEEPEST:
-        warn(f"the median depth is {depth:.4g}: are the maps in metres? Millimetres need a depth scale of 1000")
+        warn(f"the median depth is {depth:.4g}: are the maps in metres? For millimetres give scale=1000")
 
 
 def _collect(

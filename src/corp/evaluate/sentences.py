@@ -47,7 +47,9 @@ def pool(output: Any, mask: Tensor) -> Tensor:
     if hidden is None and getattr(output, "hidden_states", None):
         hidden = output.hidden_states[-1]
     if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-        raise ModelError("this model gives no hidden states of shape (texts, tokens, width) to make embeddings of")
+        raise ModelError(
+            "this model gives no hidden states of shape (texts, tokens, width) to make sentence embeddings from"
+        )
     require_finite(hidden, hidden.dtype)
     return pooled(hidden.detach(), mask)
 

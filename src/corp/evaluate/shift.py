@@ -58,7 +58,7 @@ class SiteShift:
 
     @property
     def growth(self) -> float:
-        """0.5: the error is half as large again as on calibration data."""
+        """Relative growth of the error: 0.5 means 50 % larger than on calibration data."""
         return self.deployed / self.expected - 1 if self.expected > 0 else 0.0
 
     @property
@@ -86,13 +86,13 @@ class Shift:
         return sorted((site for site in self.sites if site.alarming), key=lambda site: -site.growth)
 
     def warning(self) -> str | None:
-        """What to tell people, if anything."""
+        """A sentence on the worst growth; None if no site is alarming."""
         if not self.alarming:
             return None
         worst = self.alarming[0]
         return (
             f"{worst.name}{f' and {len(self.alarming) - 1} other sites' if len(self.alarming) > 1 else ''}: on the "
-            f"deployment data the error is {worst.deployed:.2%} of the output, where calibration promised "
+            f"deployment data the error is {worst.deployed:.2%} of the output, but calibration predicted "
             f"{worst.expected:.2%}; calibrate on the mixture (stats + deployment), or on data like it"
         )
 
@@ -122,7 +122,7 @@ def measure_shift(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> Shift:
-    """Hold a plan that was made from `stats` against statistics of deployment data, of the same dense model."""
+    """Evaluate a plan that was made from `stats` on statistics of deployment data, of the same dense model."""
     if deployment.weights != stats.weights or set(deployment.sums) != set(stats.sums):
         raise StatisticsError("the deployment statistics are of another model; calibrate this one on deployment data")
     found = []

@@ -170,7 +170,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         if not overwrite:
             raise StorageError(f"{path} exists; choose another output, or pass overwrite=True")
         if not path.is_dir() or path.is_symlink():
-            raise StorageError(f"{path} is not a folder; it is left alone")
+            raise StorageError(f"{path} is not a folder, so corp does not replace it")
 
 
 def _swap(beside: Path, path: Path, *, overwrite: bool) -> None:
@@ -197,7 +197,7 @@ def read_json(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
-            raise StorageError(f"{path} has {size} bytes, more than the {MAX_JSON_BYTES} that are read")
+            raise StorageError(f"{path} has {size} bytes; corp reads at most {MAX_JSON_BYTES}")
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
@@ -205,13 +205,21 @@ def read_json(path: Path) -> Any:
         raise StorageError(f"{path} is not valid JSON: {error}") from error
 
 
+# What a folder with this file is.
+KINDS = {
+    "corp.json": "a folder that corp saved (corp prune, corp.save)",
+    "statistics.json": "a folder of statistics (corp calibrate)",
+}
+
+
 def file_in(folder: Path, name: str) -> Path:
     """A file of the folder that exists and does not lead out of it."""
     path = folder / name
     if not path.is_file():
-        raise StorageError(f"{folder} has no {name}; it is not a folder that corp saved, or not all of it")
+        kind = KINDS.get(name, "a folder that corp saved")
+        raise StorageError(f"{folder} has no {name}: it is not {kind}, or it is incomplete")
     if path.resolve().parent != folder.resolve():
-        raise StorageError(f"{path} is a link out of its folder; it is not followed")
+        raise StorageError(f"{path} is a link that leaves its folder; corp does not follow it")
     return path
 
 

@@ -19,7 +19,7 @@ class Observer:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Watch a stage of at most `total` units (None: unknown); the function it gives is told how many are done."""
+        """Watch a stage of at most `total` units (None: unknown); it yields a function that takes the units done."""
         yield lambda _done: None
 
     def note(self, message: str) -> None:

@@ -36,7 +36,7 @@ def count_macs(model: nn.Module, batch: Any, forward: Forward | None = None) -> 
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
-            f"{type(model).__name__} cannot be run on the input it is to be counted on: {reason}"
+            f"operations cannot be counted, because {type(model).__name__} does not run on its input: {reason}"
         ) from error
     return int(counter.get_total_flops()) // 2
 

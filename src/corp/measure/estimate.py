@@ -66,7 +66,7 @@ class Load(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One stage of a run, as the observer hears of it."""
+    """One stage of a run, under the name that the observer receives."""
 
     name: str
     seconds: float
@@ -95,14 +95,14 @@ class Estimate(Tabular):
     def line(self) -> str:
         """What will be done and how long that takes, in one line."""
         if not self.stages:
-            return f"{self.what}: how long that takes is unknown, because the number of samples is"
+            return f"{self.what}; the time is unknown, because the number of samples is unknown"
         return f"{self.what}: about {duration(self.seconds)}, {human(self.memory)} of memory"
 
     def advice(self) -> list[str]:
         """A sentence on every stage that costs far more than the pass over the data, with what avoids it."""
         data = max(COSTLY, *(s.seconds for s in self.stages if not s.avoid))
         return self._too_large() + [
-            f"{stage.name} takes about {duration(stage.seconds)} of it; {stage.avoid}"
+            f"about {duration(stage.seconds)} of that is for {stage.name}; {stage.avoid}"
             for stage in self.stages
             if stage.seconds > data and stage.avoid
         ]
@@ -111,7 +111,7 @@ class Estimate(Tabular):
         if self.free is None or self.memory - self.base <= self.free:
             return []
         there = human(self.base + self.free)
-        return [f"that is more than the {there} there are; corp.prune_streamed holds one block at a time"]
+        return [f"that is more than the available {there}; corp.prune_streamed holds one block at a time"]
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
         rows = [(s.name, duration(s.seconds), human(self.base + s.memory)) for s in self.stages]
@@ -135,12 +135,12 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
         found.append(Stage(f"calibrating on {placement(model)[0]}", seconds, memory))
     if load.curves:
         seconds = sum(curve_seconds(site, machine) for site in linear)
-        found.append(Stage("error curves", seconds, solving, "allocate='uniform' goes without"))
+        found.append(Stage("error curves", seconds, solving, "allocate='uniform' skips it"))
     if load.alone:
         tried = [site for site in linear if site.name in load.tried_alone]
         each = [plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in tried]
         seconds = sum(each) + (1 + BEHIND * len(each)) * load.alone * machine.forward
-        found.append(Stage("sensitivities", seconds, solving + weights, "allocate='uniform' goes without"))
+        found.append(Stage("sensitivities", seconds, solving + weights, "allocate='uniform' skips it"))
     if load.trials:
         sketches = sum(plan_seconds(site, recipe, load, machine, trial=True, known=known) for site in own)
         seconds = load.trials * (sketches + JUDGED * load.tried * machine.forward)
@@ -149,7 +149,7 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
                 "trying widths",
                 seconds,
                 solving + weights,
-                "rank='combined' tries fewer, allocate='uniform' none",
+                "rank='combined' tries fewer models, allocate='uniform' none",
             )
         )
     seconds = sum(plan_seconds(site, recipe, load, machine, known=known) for site in own)
@@ -162,7 +162,7 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
         if not load.calibrates:  # else it is done on the way
             found.append(Stage("recording for the refit", load.refitted * machine.forward, held))
         seconds = load.refitted * REPLAYS * machine.forward + sum(refit_seconds(s, load, machine) for s in linear)
-        found.append(Stage("refitting", seconds, held, "sequential=False goes without"))
+        found.append(Stage("refitting", seconds, held, "sequential=False skips it"))
     return tuple(found)
 
 

@@ -39,7 +39,7 @@ class Plan(Tabular):
 
     @property
     def notes(self) -> list[str]:
-        """What was done otherwise than asked, in sentences."""
+        """Sentences on everything that was done differently from the request."""
         return list(self.why.get("notes", ()))
 
     def noting(self, *notes: str) -> Plan:
@@ -67,7 +67,7 @@ class Plan(Tabular):
 
     @classmethod
     def from_dict(cls, raw: object) -> Plan:
-        """Parse and check a plan, which may come from a stranger."""
+        """Parse and check a plan, which may come from an untrusted source."""
         top = _object(raw, "the plan")
         if top.get("version") != PLAN_VERSION:
             raise PlanError(f"plan version {top.get('version')!r} is not {PLAN_VERSION}; make the plan again")

@@ -91,13 +91,17 @@ def _as_wide_as_queries(site: ValueSite, sites: Sites, recipe: Recipe) -> int:
     return site.width if recipe.skips(site.name) else min(site.width, width_of(queries, sites, recipe))
 
 
+def require_recipe(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+
+
 def require_prunable(sites: Sites, recipe: Recipe) -> None:
     """Refuse a request if nothing of what it asks for can be pruned; a target asks for no site by name.
 
     Where only some of it cannot, `left_whole` says so. Heads that have to be equal are all or none.
     """
-    if not isinstance(recipe, Recipe):
-        raise PlanError(f"recipe must be a corp.Recipe, not {type(recipe).__name__}")
+    require_recipe(recipe)
     if not len(sites) and sites.output is None:
         raise PlanError(f"nothing in this model can be pruned: {_reasons(sites.refused)}")
     names = [entry.name for entry in (*sites, *sites.refused)]
@@ -126,7 +130,7 @@ def left_whole(sites: Sites, recipe: Recipe) -> list[str]:
         total = len(refused) + len(_asked(sites, recipe, (kind, "*")))
         if refused:
             share = f"{len(refused)} of {total} {what}"
-            notes.append(f"{share} keep their width, they cannot be pruned: {_reasons(refused)}")
+            notes.append(f"{share} keep their width, because they cannot be pruned: {_reasons(refused)}")
     return notes
 
 

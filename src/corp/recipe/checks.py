@@ -15,14 +15,19 @@ Wanted: TypeAlias = float | tuple[float, float]  # a sparsity, or the range from
 
 def checked_sparsity(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < 1:
-        raise RecipeError(f"{name}={value!r} is not a sparsity: give the share to remove, 0 <= {name} < 1")
+        raise RecipeError(f"{name}={value!r} is not a share to remove, 0 <= {name} < 1{_of_percent(value)}")
     return float(value)
 
 
 def checked_target(name: str, value: object, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 1:
-        raise RecipeError(f"{name}={value!r} must be {what}, 0 < {name} <= 1")
+        raise RecipeError(f"{name}={value!r} must be {what}, 0 < {name} <= 1{_of_percent(value)}")
     return float(value)
+
+
+def _of_percent(value: object) -> str:
+    """A hint for who gives 50 where 0.5 is meant."""
+    return f"; write {value / 100:g} for {value:g} %" if isinstance(value, int | float) and 2 <= value < 100 else ""
 
 
 def non_negative(name: str, value: object) -> float:
@@ -62,7 +67,9 @@ def overrides_of(value: object, *, ranges: bool) -> dict[str, dict[str, Wanted]]
             raise RecipeError(f"overrides[{glob!r}]: unknown key(s) {', '.join(unknown)}; it takes {', '.join(KINDS)}")
         checked[glob] = {str(kind): _share_or_range(f"overrides[{glob!r}][{kind!r}]", s) for kind, s in changes.items()}
         if not ranges and any(isinstance(wanted, tuple) for wanted in checked[glob].values()):
-            raise RecipeError(f"overrides[{glob!r}]: a range leaves a choice, which only a target makes; give a number")
+            raise RecipeError(
+                f"overrides[{glob!r}]: a range is allowed only under a target, which chooses from it; give a number"
+            )
     return checked
 
 

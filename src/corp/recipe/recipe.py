@@ -79,8 +79,8 @@ class Recipe(Tabular):
     tokens: str | tuple[int, ...] | None = _option(
         None,
         REMOVE,
-        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under a target. "
-        "A merged model gives fewer patch tokens to whoever reads them.",
+        "Tokens of a vision transformer to merge in every block: a list such as 4,7,9,11, or auto under a target. A "
+        "merged model returns fewer patch tokens.",
     )
     equal_heads: bool = _option(
         False, REMOVE, "Give values the width of queries and keys: fused attention kernels and smaller caches."
@@ -98,9 +98,10 @@ class Recipe(Tabular):
     round_to: int | str | Mapping[str, int] = _option(
         AUTO,
         REMOVE,
-        "Round kept widths up to a multiple: auto is 8 for MLPs from 512 channels and heads from 128 dimensions on, 4 "
-        "for heads from 64 on; 1 turns it off; a number, mlp=64,head=8, fast, which stands for these, or gguf: MLPs to "
-        "what llama.cpp quantises together, 256 where that is at most 1/16 of the width, else 32.",
+        "Round kept widths up to a multiple: a number, or numbers such as mlp=64,head=8. auto: 8 for MLPs of at "
+        "least 512 channels and heads of at least 128 dimensions, 4 for heads of at least 64. 1: no rounding. fast: "
+        "mlp=64,head=8. gguf: MLPs to llama.cpp's quantisation blocks, 256 if that is at most 1/16 of the width, "
+        "otherwise 32.",
     )
     rank: str = _option(
         "exact",
@@ -121,7 +122,7 @@ class Recipe(Tabular):
     attn_basis: str = _option(
         SUBSPACE,
         HOW,
-        "subspace keeps the best combinations of query and key dimensions, coordinates some of them.",
+        "subspace keeps the best combinations of query and key dimensions; coordinates keeps single dimensions.",
         BASES,
     )
     vo_basis: str = _option(SUBSPACE, HOW, "The same choice for value dimensions.", BASES)
@@ -135,11 +136,11 @@ class Recipe(Tabular):
     sequential: bool | str = _option(
         AUTO,
         HOW,
-        "Refit the layers of the pruned model in order, so that later ones repair errors of earlier ones; "
-        "by default where model and data allow it.",
+        "Refit the layers of the pruned model in order, so that later ones repair errors of earlier ones; by "
+        "default if model and data allow it.",
     )
     sequential_samples: int | None = _option(
-        None, HOW, "How many samples the refit uses; by default as many as have 65,536 tokens, or 512 images."
+        None, HOW, "Number of samples for the refit; by default enough for 65,536 tokens, or 512 images."
     )
 
     @classmethod
@@ -149,7 +150,7 @@ class Recipe(Tabular):
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> Recipe:
-        """Return a recipe with the settings of a preset where `settings` does not say otherwise."""
+        """Return a recipe with the settings of a preset; `settings` override them."""
         checks.require_one_of("preset", name, tuple(PRESETS))
         return cls(**{**PRESETS[name], **settings})
 

@@ -13,7 +13,7 @@ from corp.sites.kinds import AttentionSite, MLPSite, OutputHead, Site, ValueSite
 
 @dataclass(frozen=True)
 class Refusal:
-    """A place that looks prunable but is not understood. It is left whole, and a recipe that asks for it hears so."""
+    """A place that looks prunable but is not understood. It is not pruned, and a recipe that asks for it warns."""
 
     name: str
     kind: str

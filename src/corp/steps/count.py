@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from corp.calibration.batches import Forward, evaluating, feed, move, placement, uncompiled
 from corp.errors import ModelError
 from corp.measure.cost import count_macs, count_params
-from corp.steps.allocation.budget import Sample, one_sample
+from corp.recipe import Recipe
+from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
 from corp.steps.allocation.tokens import first_sample
-from corp.steps.run import Run
+from corp.steps.run import Dense, Run
 
 
 def sample_of(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
@@ -35,6 +37,21 @@ def countable(model: nn.Module, inputs: Any, run: Run) -> Sample | None:
             feed(model, *sample)
             return sample
     return None
+
+
+def require_reachable(dense: Dense, recipe: Recipe, sample: Sample | None) -> Budget | None:
+    """Refuse a target that no widths can meet before the long work; returns the dense model's count for later.
+
+    None if there is no target of that kind, or if the target cannot be judged before calibration.
+    """
+    what = next((what for what in ("params", "macs") if getattr(recipe, f"target_{what}") is not None), None)
+    if what is None or dense.sites.output is not None:  # an output head saves more, by a rank that is measured
+        return None
+    if what == "macs" and sample is None:
+        return None
+    counted = count_budget(dense.model, dense.sites, what, None if what == "params" else sample)
+    uniform(dense.sites, recipe, replace(counted, share=getattr(recipe, f"target_{what}")))
+    return counted
 
 
 def before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) -> dict[str, Any]:

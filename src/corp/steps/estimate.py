@@ -35,7 +35,8 @@ def estimate_run(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         return Estimate(f"{what}, from samples whose number is unknown", ())
     load, machine = _load(dense, run, recipe, samples, stats, blocks)
     stages = estimate_stages(model, sites, recipe, load, machine)
-    data = f"on {samples} samples of {max(load.tokens.values())} tokens"
+    tokens = max(load.tokens.values(), default=0)  # 0 with statistics, without data
+    data = f"on {samples} samples of {tokens} tokens" if tokens else f"from the statistics of {samples} samples"
     device = placement(model)[0]
     return Estimate(f"{what} {data}", stages, resident_bytes(device), free_bytes(device))
 

@@ -17,18 +17,24 @@ from corp.planning.widths import left_whole, not_found, rounded_away
 from corp.recipe import Recipe
 from corp.sites import Site, at_site, projection_at
 from corp.steps.allocation.allocator import Allocation, Allocator
-from corp.steps.allocation.budget import Sample
+from corp.steps.allocation.budget import Budget, Sample
 from corp.steps.allocation.search import search
 from corp.steps.run import Dense, Run
 
 
 def choose_widths(
-    dense: Dense, stats: Statistics, recipe: Recipe, held: HeldBatches | None, sample: Sample | None, run: Run
+    dense: Dense,
+    stats: Statistics,
+    recipe: Recipe,
+    held: HeldBatches | None,
+    sample: Sample | None,
+    run: Run,
+    budget: Budget | None = None,
 ) -> tuple[Recipe, Allocation]:
     """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
     tried = held.batches if held else []
     used = stats.fitted() if tried else stats
-    allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample)
+    allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample, budget=budget)
     found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, tried, run.forward))[0]
     return found
 
@@ -64,6 +70,6 @@ def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPla
 
 
 def warn_of_notes(plan: Plan) -> None:
-    """Say what was done otherwise than asked, as a warning where the caller's own line is."""
+    """Warn of everything in the plan's notes, at the caller's own line."""
     for note in plan.notes:
         warn(note)

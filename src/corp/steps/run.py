@@ -8,14 +8,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from corp.adapters.registry import find_sites
-from corp.calibration.batches import Forward, first_batch, first_samples, inputs_of
+from corp.adapters.registry import find_sites, require_module
+from corp.calibration.batches import (
+    Forward,
+    describe,
+    first_batch,
+    first_samples,
+    inputs_of,
+    move,
+    placement,
+    require_runs,
+)
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
 from corp.io.observer import Observer
 from corp.numerics.place import Place
-from corp.planning.widths import require_prunable
+from corp.planning.widths import require_prunable, require_recipe
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint, site_devices
 from corp.surgery.apply import history, set_history
@@ -35,13 +44,16 @@ class Dense(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, recipe: Recipe | None = None, run: Run | None = None) -> Dense:
         """What is found in the model, tried out on the first batch of a run if there is one."""
+        if recipe is not None:
+            require_recipe(recipe)
+        require_module(model)
         require_present(model)
         apart = opened(model)
         if apart is not model:
             set_history(apart, history(model))
         some = None if run is None else run.first()
         some = some if run is None or run.forward is not None else to_try(some)
-        sites = find_sites(apart) if run is None else find_sites(apart, some, run.forward)
+        sites = find_sites(apart) if run is None else _found(apart, some, run.forward)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
         return cls(apart, sites, fingerprint(apart))
@@ -83,6 +95,21 @@ class Run(NamedTuple):
         if self.batches is None or isinstance(self.batches, Iterator):
             return None
         return first_batch(self.batches)
+
+    def inputs(self, model: nn.Module) -> Any:
+        """The shapes of one sample, as calibration will record them; None if it cannot."""
+        first = self.first() if self.forward is None else None
+        return None if first is None else describe(move(first, *placement(model)))
+
+
+def _found(model: nn.Module, batch: Any, forward: Forward | None) -> Sites:
+    """The sites, tried out on a batch; a batch that the model does not run on is refused as such."""
+    try:
+        return find_sites(model, batch, forward)
+    except Exception:
+        if batch is not None:
+            require_runs(model, batch, forward)
+        raise
 
 
 def to_try(batch: Any) -> Any:

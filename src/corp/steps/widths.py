@@ -10,7 +10,7 @@ from corp.recipe import Recipe
 from corp.steps.allocation.search import samples_needed
 from corp.steps.apply import apply_plan
 from corp.steps.calibrate import recorder_for, run_calibration
-from corp.steps.count import countable
+from corp.steps.count import countable, require_reachable
 from corp.steps.estimate import estimate_run
 from corp.steps.plan import choose_widths, plan_sites, warn_of_notes
 from corp.steps.refit import refit
@@ -27,6 +27,8 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
+        sample = countable(model, run.inputs(model) if stats is None else stats.inputs, run)
+        budget = require_reachable(dense, recipe, sample)
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
         held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
@@ -38,9 +40,9 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
             if held is not None and batches is not None:
                 held.collect(batches)
         stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
-        counted = countable(model, stats.inputs, run)
-        chosen, found = choose_widths(dense, stats, recipe, held, counted, run)
+        sample = sample or countable(model, stats.inputs, run)
+        chosen, found = choose_widths(dense, stats, recipe, held, sample, run, budget)
         planned = plan_sites(dense, stats, chosen, found, watch).noting(*notes)
         warn_of_notes(planned)
-        result = apply_plan(dense, stats, planned, counted, watch)
+        result = apply_plan(dense, stats, planned, sample, watch)
         return refit(dense, result, run, chosen, blocks, recorder.passages if recorder else None) if blocks else result

@@ -89,7 +89,7 @@ def compact_manifest(result: Result, path: str | Path, command: str | None) -> d
     }
     if manifest["base"] is None:
         warn(
-            "how to rebuild this model's dense architecture is not known, so loading it takes the dense model: "
+            "corp does not know how to rebuild this model's dense architecture, so loading it needs the dense model: "
             f"corp.load({str(path)!r}, base=model)"
         )
     return manifest

@@ -122,7 +122,7 @@ def match_output(sites: Sites, plan: OutputPlan) -> OutputHead:
     head = sites.output
     if head is None or (head.name, head.inputs) != (plan.name, plan.width):
         raise PlanError(
-            f"the plan has an output head {plan.name!r} of width {plan.width}, but this model has none such"
+            f"the plan has an output head {plan.name!r} of width {plan.width}, but this model has no such head"
         )
     return head
 

@@ -33,7 +33,8 @@ def what_changes_it(module: nn.Module) -> str | None:
     if has_hooks(module):
         return "has forward hooks, which may change what it computes; remove them before pruning"
     if odd := sorted({name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}):
-        return f"makes its weight of {', '.join(odd)}; remove that (torch.nn.utils.remove_weight_norm …) before pruning"
+        return f"computes its weight from {', '.join(odd)}; remove that (torch.nn.utils.remove_weight_norm …) "
+        "before pruning"
     return None
 
 

@@ -112,8 +112,8 @@ def require_agreement(findings: Sequence[Finding]) -> None:
         share = (value / first.energy if first.energy else 0.0 for value in (first.planned, first.found))
         planned, found = (f"{value:.3%}" for value in share)
         raise ModelError(
-            f"self-check: {first.site} ({first.kind}) should lose {planned} of its output by the plan, but with the "
-            f"weights that were made it loses {found}; {len(odd)} of {len(findings)} sites disagree. The model is not "
+            f"self-check: {first.site} ({first.kind}) should have an error of {planned} of its output by the plan, "
+            f"but its new weights give {found}; {len(odd)} of {len(findings)} sites disagree. The model is not "
             "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from corp import api
 from corp.adapters.proof import tensors
-from corp.adapters.registry import find_sites
-from corp.calibration.batches import Forward, evaluating, feed
+from corp.adapters.registry import find_sites, require_module
+from corp.calibration.batches import Forward, described, evaluating, feed, require_runs
 from corp.errors import CorpError, DataError, ModelError
 from corp.evaluate.check import check, require_equal
 from corp.io.tables import Tabular
@@ -110,34 +110,13 @@ def check_model(
 
 def _require_runs(model: nn.Module, batches: Sequence[Any], forward: Forward | None) -> None:
     """Refuse batches that the model does not take, before anything is said about the model."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    require_module(model)
     if not batches:
         raise DataError("check_model needs at least one batch; the list is empty")
     for number, batch in enumerate(batches):
-        try:
-            with torch.no_grad(), evaluating(model):
-                made = list(tensors(feed(model, batch, forward)))
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"the model does not run on batch {number} ({_described(batch)}): {type(error).__name__}: {error}. "
-                "A tensor becomes model(x), a dict model(**x); for anything else pass forward=lambda model, batch: ..."
-            ) from error
+        made = list(tensors(require_runs(model, batch, forward, f"batch {number}")))
         if not made:
-            raise DataError(f"the model returns no tensor of real numbers for batch {number} ({_described(batch)})")
-
-
-def _described(batch: Any) -> str:
-    """A batch by its shapes."""
-    if isinstance(batch, Tensor):
-        return f"a {batch.dtype} tensor {tuple(batch.shape)}".replace("torch.", "")
-    if isinstance(batch, Mapping):
-        return "a dict of " + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items())
-    if isinstance(batch, tuple | list) and batch:
-        return f"a {type(batch).__name__} that begins with {_described(batch[0])}"
-    return f"a {type(batch).__name__}"
+            raise DataError(f"the model returns no tensor of real numbers for batch {number} ({described(batch)})")
 
 
 def _tried(name: str, step: Callable[[], str]) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 import corp
 from corp import CorpError, Recipe
+from corp.api import estimate
 from corp.cli.expand import _override
+from corp.io.observer import Advance, Observer
 from corp.planning.plan import Plan
 from corp.steps.allocation.allocator import Allocation, Allocator, Way
 from corp.steps.allocation.budget import narrowest
@@ -148,10 +151,10 @@ def test_ranges_bound_what_a_target_may_choose(allocate: str, vit: Allocator) ->
 
 
 def test_ranges_are_checked_read_and_written() -> None:
-    with pytest.raises(CorpError, match="only a target makes"):
+    with pytest.raises(CorpError, match="allowed only under a target"):
         Recipe.paper(mlp=0.5, overrides={"blocks.0.*": {"mlp": (0.0, 0.3)}})
     for odd in ((0.3, 0.1), (0.1,), (0.1, 1.0)):
-        with pytest.raises(CorpError, match=r"range of sparsities|not a sparsity"):
+        with pytest.raises(CorpError, match=r"range of sparsities|not a share"):
             Recipe.paper(target_macs=0.5, overrides={"blocks.0.*": {"mlp": odd}})
     assert _override("a:b.*:mlp=0-0.3,attn=1e-3,vo=0.1-2e-1") == (
         "a:b.*",
@@ -174,3 +177,19 @@ def test_a_plan_says_who_got_what_and_keeps_it_on_disk(vit: Allocator, tmp_path)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert corp.plan(vit.model, vit.stats, Recipe.paper(mlp=0.5)).why == {}
+
+
+@pytest.mark.parametrize("target", ["target_macs", "target_params"])
+def test_a_target_out_of_reach_is_told_before_the_data_pass(target: str) -> None:
+    seen: list[str] = []
+
+    class Watch(Observer):
+        def stage(self, name: str, total: int | None, unit: str) -> AbstractContextManager[Advance]:
+            seen.append(name)
+            return super().stage(name, total, unit)
+
+    for call in (corp.prune, estimate):
+        watch = {"observer": Watch()} if call is corp.prune else {}
+        with pytest.raises(CorpError, match=f"{target}=0.01 is out of reach: .* still has 0.* of the dense model's"):
+            call(build("vit"), batches("vit"), Recipe(**{target: 0.01}), **watch)
+    assert seen == ["finding what can be pruned"]

@@ -53,7 +53,7 @@ def test_giving_way_is_a_warning_and_the_paper_is_never_judged(monkeypatch: pyte
     monkeypatch.setattr(search, "TOKENS_PER_CHANNEL", 10**6)
     monkeypatch.setattr(Closeness, "divergence", lambda self: Interval(next(falling), None, None))
     falling = iter([4.0, 3.0, 2.0, 1.0])
-    with pytest.warns(CorpWarning, match="rank='combined' with ridge=0.01 is nearer to the dense model"):
+    with pytest.warns(CorpWarning, match="rank='combined' with ridge=0.01 is about as close to the dense model"):
         result = corp.prune(build("vit"), batches("vit", 6, 4), Recipe(mlp=0.6, sequential=False))
     assert (result.plan.recipe.rank, result.plan.recipe.ridge) == ("combined", 0.01)
     observer = Recorder()

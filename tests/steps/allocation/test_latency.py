@@ -105,7 +105,9 @@ def test_a_target_that_is_missed_is_on_record_and_warned_of(clocked: Any, monkey
 
 
 def test_times_that_cannot_be_had_say_so(clocked: Any) -> None:
-    with pytest.raises(CorpError, match=r"target_latency=0.1 is out of reach.*still has 0\.\d+ of the dense latency"):
+    with pytest.raises(
+        CorpError, match=r"target_latency=0.1 is out of reach.*still has 0\.\d+ of the dense model.s time"
+    ):
         clocked().allocate(Recipe.paper(target_latency=0.1))
     made = clocked()
     made.stats.inputs = None

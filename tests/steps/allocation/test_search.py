@@ -211,7 +211,7 @@ def test_what_cannot_be_had_and_what_never_stops_are_said(agreement: float, monk
         with pytest.raises(CorpError, match=r"out of reach: target_macs=0.98\d, the lightest one tried, gives 0.300"):
             corp.prune(model, data, recipe)
     else:
-        with pytest.warns(CorpWarning, match="the heaviest pruning there is"):
+        with pytest.warns(CorpWarning, match="the strongest pruning possible"):
             result = corp.prune(model, data, recipe)
         assert {site.keep for site in result.plan.sites} == {1}
 

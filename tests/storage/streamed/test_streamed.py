@@ -246,7 +246,7 @@ def test_a_shell_takes_no_memory_and_shows_what_is_missing(tmp_path: Path) -> No
 
 def test_the_estimate_says_when_this_is_the_way() -> None:
     made = Estimate("pruning", (Stage("calibrating", 1.0, 3 * 2**30),), base=2**30, free=2 * 2**30)
-    assert made.advice() == ["that is more than the 3.0GB there are; corp.prune_streamed holds one block at a time"]
+    assert made.advice() == ["that is more than the available 3.0GB; corp.prune_streamed holds one block at a time"]
     assert in_flags(made.advice()[0]).endswith("--stream holds one block at a time")
     assert replace(made, free=3 * 2**30).advice() == []
 

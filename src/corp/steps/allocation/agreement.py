@@ -42,8 +42,8 @@ class Agreement:
         why = {**found.why, "agreement": {**record, "chosen": chosen}}
         if min(targets) == chosen:
             why["notes"] = [
-                f"min_agreement={wanted:g} never stopped the search: target_{self.kind}={chosen:.3f}, "
-                "the heaviest pruning there is, still has it"
+                f"min_agreement={wanted:g} did not limit the search: target_{self.kind}={chosen:.3f}, the strongest "
+                f"pruning possible, still reaches it"
             ]
         return self.at(chosen), found._replace(why=why)
 

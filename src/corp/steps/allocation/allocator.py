@@ -67,11 +67,12 @@ class Allocator:
         observer: Observer = SILENT,
         sample: Sample | None = None,
         curves: Mapping[str, Curve] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.model, self.stats, self.recipe, self.observer = model, stats, recipe, observer
         self.sites = with_floors(sites, stats, recipe)
         self.given = sample  # to count on, where statistics do not say what the model takes
-        self._counted: dict[str, Budget] = {}
+        self._counted = {} if budget is None else {budget.what: budget}  # the dense model, counted once
         self._known = curves  # if they were made before, one block at a time
 
     @cached_property

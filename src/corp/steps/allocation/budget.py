@@ -16,6 +16,7 @@ from corp.planning.widths import width_of
 from corp.recipe import Recipe
 from corp.sites import Site, Sites
 
+NAMES = {"macs": "MACs", "params": "parameters", "latency": "time per sample"}
 STEPS = 40  # bisections: finer than any width
 ALL = 1 - 1e-9  # the share that leaves the narrowest widths
 
@@ -69,8 +70,8 @@ def one_sample(model: nn.Module, inputs: object) -> Sample:
     """A batch of one for the model, made from the shape of its inputs."""
     if inputs is None:
         raise PlanError(
-            "operations and times need the shape of the model's inputs, which statistics do not have where data goes "
-            "through forward=...; use corp.prune with batches, or give target_params"
+            "operations and times need the shape of the model's inputs, which statistics lack if the data was fed "
+            "by forward=...; use corp.prune with batches, or give target_params"
         )
     device, dtype = placement(model)
     return Sample(move(example(inputs, device), device, dtype))
@@ -87,9 +88,9 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None 
         return uniform(sites, recipe, budget)
     if not fits(high):
         raise PlanError(
-            f"target_{budget.what}={budget.share:g} is out of reach: with the narrowest widths the model still has "
-            f"{narrowest(sites, recipe, budget):.3f} of the dense {budget.what}, which is the least that can be met; "
-            "raise the target, or skip and override less"
+            f"target_{budget.what}={budget.share:g} is out of reach: at its narrowest widths the model still has "
+            f"{narrowest(sites, recipe, budget):.3f} of the dense model's {NAMES[budget.what]}; give at least that, or "
+            "skip and override fewer sites"
         )
     if fits(low):
         return _equal(recipe, 0.0, queries)

@@ -72,7 +72,8 @@ def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = 
         except ModelError as error:
             if recipe.searches:
                 raise
-            return recipe, allocator.allocate(recipe)._replace(why={"notes": [f"the ranking was not judged: {error}"]})
+            why = {"notes": [f"the rankings were not compared: {error}"]}
+            return recipe, allocator.allocate(recipe)._replace(why=why)
         trials = Trials(allocator, recipe, reference, sum(map(size_of, held)), advance)
         note: dict[str, list[str]] = {}
         if scarce:
@@ -120,9 +121,9 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     if (rank, ridge) == (asked.rank, asked.ridge):
         return trials, {}
     note = (
-        f"there are few tokens per MLP channel: rank={rank!r} with ridge={ridge:g} is nearer to the dense model on "
-        f"held-out batches than rank={asked.rank!r} with ridge={asked.ridge:g}, or about as near, and was used; "
-        "calibrate on more data"
+        f"there are few tokens per MLP channel, so rankings were compared on held-out batches: rank={rank!r} with "
+        f"ridge={ridge:g} is about as close to the dense model as rank={asked.rank!r} with ridge={asked.ridge:g}, "
+        f"or closer, and was used; calibrate on more data"
     )
     recipe = replace(asked, rank=rank, ridge=ridge)
     allocator = first if ridge == asked.ridge else stronger  # error curves depend on the ridge, not on the ranking

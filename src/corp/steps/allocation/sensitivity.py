@@ -1,4 +1,4 @@
-"""How much the output minds an error at each site, measured: models in which one site alone is narrower.
+"""How sensitive the output is to an error at each site, measured: models in which one site alone is narrower.
 
 Rules that guess this from the energy of the residual stream miss it by up to ten times in small language models, where
 the first and the last layers matter most. A few held-out samples are enough: what is measured is how far the output

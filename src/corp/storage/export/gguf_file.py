@@ -164,7 +164,7 @@ def _tokenizer(decoder: Decoder, library: Library, sources: list[str]) -> tuple[
         names = library.companions(sources, Path(temporary))
         if not names:
             places = ", ".join(sources) or "none"
-            raise StorageError(f"a GGUF file holds its tokenizer, and there is none in the places known: {places}")
+            raise StorageError(f"a GGUF file includes the tokenizer, but corp found none in {places}")
         Path(temporary, "config.json").write_text(json.dumps(decoder.config), encoding="utf-8")
         return hf_models.tokenizer(temporary), names
 
@@ -237,7 +237,8 @@ def _split_name(pre: dict[str, Any] | None) -> str:
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
         return "smollm"
     raise StorageError(
-        f"the tokenizer cuts texts in a way whose name in llama.cpp is not known here ({regex or kinds}); known are "
+        f"corp does not know llama.cpp's name for the way in which this tokenizer splits texts ({regex or kinds}); "
+        "known are "
         "those of GPT-2, SmolLM, Llama 3, Qwen2 and Mistral's Tekken, and SentencePiece"
     )
 

@@ -71,7 +71,7 @@ def write(
         written = write_profile(model, base, folder, profile, sources)
     elif target in SERVED:
         if library is None or library.name != "transformers":
-            raise StorageError(f"{target} takes language models of transformers, and this is none")
+            raise StorageError(f"{target} takes only language models of transformers, and this model is not one")
         decoder = decoder_of(model)
         if target == VLLM:
             written = export_vllm(model, decoder, library, folder, sources)

@@ -123,7 +123,7 @@ def _require_streamable(recipe: Recipe, batches: Iterable[Any] | None) -> None:
     if isinstance(batches, Iterator):
         raise DataError("block by block, data is read once per block: give a list or a loader, not an iterator")
     if workers.current().world > 1:
-        raise PlanError("block by block is the work of one process; start it without torchrun")
+        raise PlanError("pruning block by block runs in one process; start it without torchrun")
     reasons = {
         "min_agreement": (recipe.min_agreement is not None, "tries whole models; give shares"),
         "target_latency": (recipe.target_latency is not None, "times whole models; give shares or target_macs"),
@@ -209,7 +209,7 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
     plan = joined(records, walk.recipe, walk.dense.sites, walk.blocks if walk.refits else [])
     plan = plan.noting(*left_whole(walk.dense.sites, walk.recipe))
     if walk.recipe.searches:
-        plan = plan.noting("no models were tried: block by block, rules choose how much of a budget the heads pay")
+        plan = plan.noting("no models were tried: block by block, fixed rules divide the budget between heads and MLPs")
     warn_of_notes(plan)
     warn_of_few([name for record in records for name in record.get("few", [])])
     smaller = pruned_shell(walk.presence, walk.dense.sites, plan, [store.shard(number) for number in range(count)])

@@ -231,8 +231,8 @@ def warn_of_few(sites: Sequence[str]) -> None:
     """Say that these sites were refitted on too little, if there are any."""
     if sites:
         warn(
-            f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; "
-            "give it more sequential_samples, and calibrate on more"
+            f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; use more "
+            f"sequential_samples, and more calibration data"
         )
 
 
