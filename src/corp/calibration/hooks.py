@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -38,6 +39,16 @@ def removing(handles: list[RemovableHandle]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer is called with, by position or by name."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with another input."""
+    return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
 
 
 def modules_around(name: str) -> list[str]:
