@@ -48,3 +48,26 @@ def test_heads_one_after_the_other_are_found_where_an_attention_wants_more_than_
     check_model(model, [tokens, tokens.flip(0)], show=None).require()
     sites = corp.find_sites(model)  # without a batch: loading has none
     assert (len(sites.attention), len(sites.values)) == (2, 2)
+
+
+def annotated() -> nn.Module:
+    seed_all(3)
+    return nn.Sequential(*(handmade.Annotated() for _ in range(2))).double().eval()
+
+
+def sequences() -> list[Tensor]:
+    return [torch.randn(6, 9, handmade.D, generator=seeded(i), dtype=torch.float64) for i in range(2)]
+
+
+def test_an_attention_may_keep_its_layers_in_a_list() -> None:
+    model = annotated()
+    check_model(model, sequences(), show=None).require()
+    sites = corp.find_sites(model, sequences()[0])
+    assert (len(sites.mlp), len(sites.attention), len(sites.values)) == (2, 2, 2)
+
+
+def test_the_contract_holds_on_a_model_that_compiled_itself() -> None:
+    model = annotated()
+    model.compile(backend="eager")
+    model[0].compile(backend="eager")
+    check_model(model, sequences(), show=None).require()

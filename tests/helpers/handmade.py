@@ -127,3 +127,29 @@ class Biased(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         at = torch.arange(x.shape[1], dtype=x.dtype)
         return x + self.attn(x, (at[:, None] - at).abs())
+
+
+class Listed(nn.Module):
+    """The four layers of an attention in one list, as in the Annotated Transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h, self.d_k = HEADS, D // HEADS
+        self.linears = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.h, self.d_k)).transpose(1, 2)
+            for layer, x in zip(self.linears, (query, key, value), strict=False)
+        )
+        return self.linears[-1](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Annotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn, self.feed_forward = Listed(), CalledByName()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(x, x, x)
+        return x + self.feed_forward(x)

@@ -32,6 +32,7 @@ OUTPUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|
 _BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
 CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
+SIZES = ("head_dim", "dim_head", "d_head", "head_size", "dim_per_head", "attention_head_size", "d_k", "head_width")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
 def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
     near = {path: child for path, child in module.named_modules() if is_linear(child) and _near(path)}
     makers = [(path, letters) for path, child in near.items() if (letters := letters_of(path))]
+    if not makers and (listed := _listed(module)):
+        return Parts(name, tuple(zip(listed, "qkv", strict=False)), f"{name}.{listed[3]}" if name else listed[3])
     if sorted("".join(letters for _, letters in makers)) != ["k", "q", "v"]:
         return None
     if len(makers) == 1 and _PACKED.match(makers[0][0]) and number_of(module, HEADS, own=True) is None:
@@ -67,6 +70,17 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
     else:
         down = _beside(model, name)
     return Parts(name, tuple(makers), down)
+
+
+def _listed(module: nn.Module) -> list[str]:
+    """Four linear layers of one shape in a list, in the order of queries, keys, values and output."""
+    if number_of(module, (*HEADS, *SIZES), own=True) is None:
+        return []
+    for name, child in module.named_children():
+        layers: list[Any] = list(child) if isinstance(child, nn.ModuleList) else []
+        if len(layers) == 4 and all(map(is_linear, layers)) and len({layer.weight.shape for layer in layers}) == 1:
+            return [f"{name}.{i}" for i in range(4)]
+    return []
 
 
 def wrapped(model: nn.Module) -> Iterator[Refusal]:

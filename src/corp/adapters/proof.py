@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from corp.adapters.symmetry import Change, compared, made_by, noise, other_queries, permuted, transformed, undone
-from corp.calibration.batches import evaluating, uncompiled, without_cache
-from corp.calibration.hooks import input_of, removing, with_input, without_fast_path
+from corp.calibration.batches import evaluating, without_cache
+from corp.calibration.hooks import input_of, removing, uncompiled, with_input, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.threads import here
 from corp.sites import AttentionSite, MLPSite, Rows, Site, features_last
