@@ -47,6 +47,11 @@ class Parts:
         return f"{self.name}.{path}" if self.name else path
 
 
+def is_vague(parts: Parts) -> bool:
+    """Whether one layer makes all, under a name that other things have too (`in_proj`, `attn`)."""
+    return len(parts.makers) == 1 and _PACKED.match(parts.makers[0][0]) is not None
+
+
 def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
     """Modules that make queries, keys and values, each once, of layers that no other site has taken."""
     for name, module in model.named_modules():
@@ -62,8 +67,8 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
         return Parts(name, tuple(zip(listed, "qkv", strict=False)), f"{name}.{listed[3]}" if name else listed[3])
     if sorted("".join(letters for _, letters in makers)) != ["k", "q", "v"]:
         return None
-    if len(makers) == 1 and _PACKED.match(makers[0][0]) and number_of(module, HEADS, own=True) is None:
-        return None  # `in_proj` and `attn` are names of other things too
+    if is_vague(Parts(name, tuple(makers), None)) and number_of(module, HEADS, own=True) is None:
+        return None
     inside = [path for path in near if OUTPUT.match(path) and path not in dict(makers)]
     if inside:
         down: str | None = f"{name}.{inside[0]}" if name else inside[0]

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.alone import Found, try_alone
-from corp.adapters.attention_names import attentions, wrapped
+from corp.adapters.attention_names import attentions, is_vague, wrapped
 from corp.adapters.examples import examples
+from corp.adapters.head_layouts import head_rows
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import latent_attentions, noted, told_outside
@@ -91,6 +92,8 @@ def _multiheads(
 def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> Iterator[Claim]:
     taken = {name for site in fixed for name in layers_of(site)} | set(_under(model, theirs))
     for parts in attentions(model, taken):
+        if is_vague(parts) and not head_rows(model, parts):
+            continue  # a state-space layer, and no attention
         yield claim_attention(model, parts, lambda site: noted(model, site))
 
 

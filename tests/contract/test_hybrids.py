@@ -1,0 +1,50 @@
+"""Models of transformers in which only some layers are attentions or are given masks as attentions are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import corp
+from corp.testing import check_model
+from tests.helpers.seeds import seed_all, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # few samples, and transformers' own about kernels
+
+
+def bamba() -> nn.Module:
+    """One state-space layer and one attention."""
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_layer_indices": [1]}
+    states = {"n_heads": 8, "d_head": 8, "n_groups": 1, "d_state": 8, "d_conv": 4, "expand": 2, "chunk_size": 8}
+    seed_all(3)
+    config = hf.BambaConfig(**sizes, **heads, **{f"mamba_{name}": value for name, value in states.items()})
+    return hf.BambaForCausalLM(config).eval()
+
+
+def mask2former() -> nn.Module:
+    """Its pixel decoder's layers are given a mask of zeros: nothing is padding."""
+    stages: dict[str, Any] = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 4, "image_size": 64}
+    backbone = hf.SwinConfig(embed_dim=8, out_features=[f"stage{i}" for i in (1, 2, 3, 4)], **stages)
+    sizes = {"feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "dim_feedforward": 64, "num_queries": 5}
+    layers = {"encoder_layers": 1, "encoder_feedforward_dim": 64, "decoder_layers": 2, "num_attention_heads": 4}
+    seed_all(3)
+    return hf.Mask2FormerModel(hf.Mask2FormerConfig(backbone_config=backbone, **sizes, **layers)).eval()
+
+
+def test_a_state_space_layer_is_no_attention() -> None:
+    batch = {"input_ids": torch.randint(3, 50, (4, 10), generator=seeded(1))}
+    sites = corp.find_sites(bamba(), batch)
+    assert [len(found) for found in (sites.mlp, sites.attention, sites.values)] == [2, 1, 1]
+    assert not sites.refused
+    reasons = {layer.name: layer.reason for layer in sites.layers if layer.state == "refused"}
+    assert reasons["model.layers.0.mamba.in_proj"] == "Linear is part of no MLP or attention that was recognised"
+
+
+def test_a_mask_that_marks_no_padding_hides_no_token() -> None:
+    images = [{"pixel_values": torch.randn(2, 3, 64, 64, generator=seeded(i))} for i in range(2)]
+    check_model(mask2former(), images, show=None).require()
