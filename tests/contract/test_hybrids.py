@@ -11,6 +11,7 @@ from torch import nn
 
 import corp
 from corp.testing import check_model
+from tests.helpers import handmade
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # few samples, and transformers' own about kernels
@@ -34,6 +35,19 @@ def mask2former() -> nn.Module:
     layers = {"encoder_layers": 1, "encoder_feedforward_dim": 64, "decoder_layers": 2, "num_attention_heads": 4}
     seed_all(3)
     return hf.Mask2FormerModel(hf.Mask2FormerConfig(backbone_config=backbone, **sizes, **layers)).eval()
+
+
+def test_blocks_with_the_same_weights_are_refused_by_name() -> None:
+    """Cut apart, every one of them would need weights of its own."""
+    seed_all(3)
+    model: Any = nn.Sequential(*(handmade.Annotated() for _ in range(3))).eval()
+    for name in ("up", "down"):
+        getattr(model[1].feed_forward, name).weight = getattr(model[0].feed_forward, name).weight
+    sites = corp.find_sites(model, torch.randn(4, 9, handmade.D, generator=seeded(1)))
+    assert [site.name for site in sites.mlp] == ["2.feed_forward"]
+    assert {r.name: r.reason for r in sites.refused} == {
+        f"{one}.feed_forward": f"it shares all its weights with {other}.feed_forward" for one, other in ((0, 1), (1, 0))
+    }
 
 
 def test_a_state_space_layer_is_no_attention() -> None:
