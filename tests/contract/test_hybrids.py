@@ -1,4 +1,4 @@
-"""Models of transformers in which only some layers are attentions or are given masks as attentions are."""
+"""Models in which only some layers are attentions, or are given masks as attentions are, or differ in their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 import transformers as hf
 from torch import nn
 
@@ -62,3 +63,12 @@ def test_a_state_space_layer_is_no_attention() -> None:
 def test_a_mask_that_marks_no_padding_hides_no_token() -> None:
     images = [{"pixel_values": torch.randn(2, 3, 64, 64, generator=seeded(i))} for i in range(2)]
     check_model(mask2former(), images, show=None).require()
+
+
+def test_values_of_torchvisions_maxvit_are_merged_by_their_output_projection() -> None:
+    stages: dict[str, Any] = {"stem_channels": 16, "block_channels": [16], "block_layers": [1], "head_dim": 8}
+    seed_all(3)
+    model = torchvision.models.MaxVit((32, 32), partition_size=2, stochastic_depth_prob=0.0, num_classes=5, **stages)
+    sites = corp.find_sites(model.eval(), torch.randn(2, 3, 32, 32, generator=seeded(1)))
+    assert {site.down for site in sites.values} <= sites.proven
+    assert (len(sites.attention), len(sites.values)) == (2, 2)

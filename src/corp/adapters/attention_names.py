@@ -27,7 +27,8 @@ _PARTS = {
 }
 _PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape says so
 OUTPUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|linear_out|to_out|output|fc_o|proj_out|"
-                  r"projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
+                  r"merge|projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|"
+                  r"output_dense|post_proj)"
                   r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
 _BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
 CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
