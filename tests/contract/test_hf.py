@@ -401,6 +401,17 @@ def test_a_model_from_a_folder_keeps_its_generation_config_and_forgets_the_folde
     assert str(tmp_path) not in (tmp_path / "model" / "corp.json").read_text()
 
 
+def test_a_model_from_a_folder_keeps_the_kernels_of_its_towers(tmp_path: Path) -> None:
+    model: Any = build("hf-clip", torch.float32)
+    model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
+    data = batches("hf-clip", dtype=torch.float32)
+    result = corp.prune(model, data, BOTH)
+    loaded: Any = corp.load(save(result, tmp_path / "model"))
+    kernels = [part._attn_implementation for part in (loaded.config.text_config, loaded.config.vision_config)]
+    assert kernels == ["eager", "sdpa"]
+    assert torch.equal(run(loaded, data[0]), run(result.model, data[0]))
+
+
 ATTACKS = {
     "a class that is no model": ("class", "pipeline"),
     "a model corp does not know": ("class", "T5Model"),

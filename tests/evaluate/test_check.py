@@ -6,13 +6,14 @@ import copy
 import dataclasses
 
 import pytest
+import timm
 import torch
 
 import corp
 from corp import CorpError, Recipe
-from corp.evaluate.check import check, require_equal
+from corp.evaluate.check import ACCUMULATED, check, require_equal
 from corp.surgery import apply as surgery
-from corp.surgery.self_check import verify
+from corp.surgery.self_check import Finding, verify
 from tests.helpers import models, rotary_models
 from tests.helpers.kinds import by_kind
 
@@ -123,3 +124,27 @@ def test_another_dense_model_is_refused() -> None:
     model.blocks[0].mlp.fc1.weight.data *= 2
     with pytest.raises(CorpError, match="not the one that was pruned: its weights differ"):
         check(model, result.model, result.plan, data)
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "terms", "agrees"),
+    [
+        (0.0, 1e-7, 0.0, False),
+        (0.0, 1e-7, 100.0, True),  # large weights of opposite signs, as after a fit on few tokens
+        (-1e-7, 1e-7, 0.0, True),  # the sums are wrong by as much
+        (0.01, 0.011, 100.0, False),
+    ],
+)
+def test_what_rounding_explains_is_no_disagreement(planned: float, found: float, terms: float, agrees: bool) -> None:
+    epsilon = torch.finfo(torch.float32).eps ** ACCUMULATED
+    assert Finding("mlp", "mlp", planned, found, energy=1.0, epsilon=epsilon, terms=terms).agrees is agrees
+
+
+def test_sites_that_see_fewer_tokens_than_dimensions_do_what_their_weights_say() -> None:
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    model = timm.create_model("vit_so150m_patch16_reg4_gap_256", num_classes=10, **sizes).eval()
+    data = [torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    stats = dataclasses.replace(corp.calibrate(model, data), inputs=None)
+    plan = corp.plan(model, stats, Recipe(mlp=0.4, attn=0.4, vo=0.4))
+    require_equal(check(model, corp.apply(model, stats, plan).model, plan, data))

@@ -20,6 +20,7 @@ from corp.adapters.linears import in_features, is_linear
 from corp.adapters.settle import settle
 from corp.adapters.structure import Claim
 from corp.calibration.batches import placement
+from corp.calibration.hooks import block_of
 from corp.sites import Refusal, Site, is_pointwise, layers_of
 
 SHAPE = (3, 7)  # samples and tokens
@@ -37,15 +38,19 @@ class Found:
 
 
 def try_alone(model: nn.Module, claims: list[Claim], fixed: list[Site], found: Found) -> tuple[list[Claim], list[Site]]:
-    """Prove what holds in modules that run alone; returns the claims and sites that are left."""
+    """Prove what holds in modules that run alone, then in such blocks; returns the claims and sites that are left."""
     failed: set[type] = set()
-    for home in dict.fromkeys([*(claim.parts.name for claim in claims), *map(home_of, fixed)]):
-        module = model.get_submodule(home)
+    homes = dict.fromkeys([*(claim.parts.name for claim in claims), *map(home_of, fixed)])
+    for home in (*homes, *dict.fromkeys(filter(None, map(block_of, homes)))):
+        module, prefix = model.get_submodule(home), f"{home}." if home else ""
         if type(module) in failed or not takes_tokens(module):
             continue
-        inside = [claim for claim in claims if claim.parts.name == home], [s for s in fixed if home_of(s) == home]
+        inside = (
+            [claim for claim in claims if f"{claim.parts.name}.".startswith(prefix)],
+            [site for site in fixed if f"{home_of(site)}.".startswith(prefix)],
+        )
         proven = _proven(model, module, *inside)
-        if not proven:
+        if not proven and any(inside):
             failed.add(type(module))
         found.sites += proven
         found.proven |= {site.name for site in proven}
@@ -63,11 +68,17 @@ def home_of(site: Site) -> str:
 
 
 def takes_tokens(module: Any) -> bool:
-    """Whether a module's forward takes one tensor, and besides it only what may be left out."""
+    """Whether a module's forward takes one tensor, and besides it only what may be left out or be None."""
     taken = list(inspect.signature(module.forward).parameters.values())
     if not taken or taken[0].default is not taken[0].empty or taken[0].kind is taken[0].VAR_POSITIONAL:
         return False
-    return all(p.default is not p.empty and _HARMLESS.search(p.name) for p in taken[1:])
+    return all(_HARMLESS.search(p.name) for p in taken[1:])
+
+
+def _nothing_else(module: Any) -> dict[str, None]:
+    """None for everything besides the sequence that must be given."""
+    taken = list(inspect.signature(module.forward).parameters.values())[1:]
+    return {p.name: None for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
 def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed: Sequence[Site]) -> list[Site]:
@@ -79,7 +90,7 @@ def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed:
     shape = (*SHAPE, in_features(first)) if is_linear(first) else _positions(first)
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
-        outcome = settle(model, lambda: module(x), claims, fixed, readings=True)
+        outcome = settle(model, lambda: module(x, **_nothing_else(module)), claims, fixed, readings=True)
     except Exception:  # it takes something else: nothing is said
         return []
     return [site for site in outcome.sites if site.name in outcome.proven]

@@ -27,11 +27,13 @@ _PARTS = {
 }
 _PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape says so
 OUTPUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|linear_out|to_out|output|fc_o|proj_out|"
-                  r"projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|output_dense|post_proj)"
+                  r"merge|projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|"
+                  r"output_dense|post_proj)"
                   r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
 _BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
 CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
+SIZES = ("head_dim", "dim_head", "d_head", "head_size", "dim_per_head", "attention_head_size", "d_k", "head_width")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Parts:
         return f"{self.name}.{path}" if self.name else path
 
 
+def is_vague(parts: Parts) -> bool:
+    """Whether one layer makes all, under a name that other things have too (`in_proj`, `attn`)."""
+    return len(parts.makers) == 1 and _PACKED.match(parts.makers[0][0]) is not None
+
+
 def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
     """Modules that make queries, keys and values, each once, of layers that no other site has taken."""
     for name, module in model.named_modules():
@@ -57,16 +64,29 @@ def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
 def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
     near = {path: child for path, child in module.named_modules() if is_linear(child) and _near(path)}
     makers = [(path, letters) for path, child in near.items() if (letters := letters_of(path))]
+    if not makers and (listed := _listed(module)):
+        return Parts(name, tuple(zip(listed, "qkv", strict=False)), f"{name}.{listed[3]}" if name else listed[3])
     if sorted("".join(letters for _, letters in makers)) != ["k", "q", "v"]:
         return None
-    if len(makers) == 1 and _PACKED.match(makers[0][0]) and number_of(module, HEADS, own=True) is None:
-        return None  # `in_proj` and `attn` are names of other things too
+    if is_vague(Parts(name, tuple(makers), None)) and number_of(module, HEADS, own=True) is None:
+        return None
     inside = [path for path in near if OUTPUT.match(path) and path not in dict(makers)]
     if inside:
         down: str | None = f"{name}.{inside[0]}" if name else inside[0]
     else:
         down = _beside(model, name)
     return Parts(name, tuple(makers), down)
+
+
+def _listed(module: nn.Module) -> list[str]:
+    """Four linear layers of one shape in a list, in the order of queries, keys, values and output."""
+    if number_of(module, (*HEADS, *SIZES), own=True) is None:
+        return []
+    for name, child in module.named_children():
+        layers: list[Any] = list(child) if isinstance(child, nn.ModuleList) else []
+        if len(layers) == 4 and all(map(is_linear, layers)) and len({layer.weight.shape for layer in layers}) == 1:
+            return [f"{name}.{i}" for i in range(4)]
+    return []
 
 
 def wrapped(model: nn.Module) -> Iterator[Refusal]:

@@ -6,11 +6,10 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from corp.adapters.attention_names import HEADS, OUTPUT, Parts, number_of
+from corp.adapters.attention_names import HEADS, OUTPUT, SIZES, Parts, number_of
 from corp.adapters.linears import in_features, is_linear, out_features
 from corp.sites import Rows
 
-_SIZES = ("head_dim", "dim_head", "d_head", "head_size", "dim_per_head", "attention_head_size", "d_k", "head_width")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_kv")
 
 
@@ -39,7 +38,7 @@ def head_counts(module: Any, width: int = 0) -> list[int]:
     named = number_of(module, (*HEADS, *config), lambda n: width % n == 0)
     if named is not None or not width:
         return [] if named is None else [named]
-    size = number_of(module, _SIZES, lambda n: width % n == 0)
+    size = number_of(module, SIZES, lambda n: width % n == 0)
     return [1 if size is None else width // size]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def identify(model: nn.Module) -> dict[str, Any] | None:
         "class": type(model).__name__,
         "config": config,
         "attention": kernel if kernel in KERNELS else None,
+        **({"attentions": others} if (others := _other_kernels(model.config)) else {}),
         "generation": None if generation is None else generation.to_dict(),
         "transformers": transformers.__version__,
     }
@@ -65,6 +67,7 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         config: Any = cls.config_class.from_dict(raw)
         if kernel is not None:
             config._attn_implementation = kernel
+        _set_kernels(config, identity.get("attentions"))
         if identity.get("experts") in EXPERTS:
             config._experts_implementation = identity["experts"]
         with no_init_weights(), torch.no_grad():
@@ -81,6 +84,26 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         ) from error
     made: nn.Module = model
     return made
+
+
+def _other_kernels(config: Any) -> dict[str, str]:
+    """The kernels of parts of a model, by the path of their configs, where they differ from that of the whole."""
+    kernels = {path: part._attn_implementation for path, part in _parts(config)}
+    return {path: one for path, one in kernels.items() if one in KERNELS and one != config._attn_implementation}
+
+
+def _set_kernels(config: Any, kernels: Any) -> None:
+    for path, part in list(_parts(config)) if isinstance(kernels, dict) else []:
+        if kernels.get(path) in KERNELS:
+            part._attn_implementation = kernels[path]
+
+
+def _parts(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The configs inside a config, outer ones first."""
+    for name in getattr(config, "sub_configs", {}):
+        if hasattr(part := getattr(config, name, None), "_attn_implementation"):
+            yield f"{prefix}{name}", part
+            yield from _parts(part, f"{prefix}{name}.")
 
 
 def refuse_deep(config: dict[str, Any], name: str) -> None:

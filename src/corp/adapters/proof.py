@@ -10,17 +10,18 @@ architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from corp.adapters.symmetry import Change, compared, made_by, noise, other_queries, permuted, transformed, undone
-from corp.calibration.batches import evaluating, uncompiled, without_cache
-from corp.calibration.hooks import removing, without_fast_path
+from corp.calibration.batches import evaluating, without_cache
+from corp.calibration.hooks import input_of, removing, uncompiled, with_input, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.threads import here
 from corp.sites import AttentionSite, MLPSite, Rows, Site, features_last
@@ -95,12 +96,12 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
             model.get_submodule(name).register_forward_hook(here(_inject(name, trial, changes.get(name, []))))
         )
     for name in places.passed:
-        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_pass(name, trial))))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_pass(name, trial)), with_kwargs=True))
     for site, name in [(s, n) for s in sites if isinstance(s, MLPSite) for n in s.between]:
-        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_back(site))))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_back(site)), with_kwargs=True))
         handles.append(model.get_submodule(name).register_forward_hook(here(_forth(site))))
     for name in places.takers:
-        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_take(name, trial))))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(here(_take(name, trial)), with_kwargs=True))
     for name in places.attentions:
         note = here(lambda _m, _args, name=name: trial.ran.add(name))
         handles.append(model.get_submodule(name).register_forward_pre_hook(note))
@@ -146,25 +147,25 @@ def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
 
 
 def _take(name: str, trial: Trial) -> Any:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen = trial.z.setdefault(name, [])
-        trial.dtypes.add(args[0].dtype)
-        seen.append(features_last(module, args[0].detach()).clone())
-        return noise(f"{name}/in/{len(seen)}", args[0]), *args[1:]
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen, x = trial.z.setdefault(name, []), input_of(args, kwargs)
+        trial.dtypes.add(x.dtype)
+        seen.append(features_last(module, x.detach()).clone())
+        return with_input(args, kwargs, noise(f"{name}/in/{len(seen)}", x))
 
     return before
 
 
 def _pass(name: str, trial: Trial) -> Any:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        trial.z.setdefault(name, []).append(features_last(module, args[0].detach()).clone())
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trial.z.setdefault(name, []).append(features_last(module, input_of(args, kwargs).detach()).clone())
 
     return before
 
 
 def _back(site: MLPSite) -> Any:
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return in_place(module, args[0], lambda x: undone(site, x)), *args[1:]
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_input(args, kwargs, in_place(module, input_of(args, kwargs), lambda x: undone(site, x)))
 
     return before
 
@@ -200,12 +201,14 @@ def tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
-    elif isinstance(output, dict):
+    elif isinstance(output, Mapping):
         for value in output.values():
             yield from tensors(value)
     elif isinstance(output, list | tuple):
         for value in output:
             yield from tensors(value)
+    elif is_dataclass(output) or isinstance(output, SimpleNamespace):
+        yield from tensors(vars(output))
 
 
 def difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:

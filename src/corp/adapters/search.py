@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.alone import Found, try_alone
-from corp.adapters.attention_names import attentions, wrapped
+from corp.adapters.attention_names import attentions, is_vague, wrapped
 from corp.adapters.examples import examples
+from corp.adapters.head_layouts import head_rows
 from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import latent_attentions, noted, told_outside
@@ -51,7 +52,7 @@ def search(
         else:
             fixed.append(noted(model, one))
     shared = _sharing(model, [*fixed, *first_ways(claims)])
-    refused += [Refusal(name, kind, f"it shares a layer with {other}") for (name, kind), other in shared.items()]
+    refused += [Refusal(*place, reason) for place, reason in shared.items()]
     claims = [claim for claim in claims if not {(s.name, s.kind) for s in first_ways([claim])} & set(shared)]
     fixed = [site for site in fixed if (site.name, site.kind) not in shared]
     found = _tried(model, claims, fixed, batch, forward)
@@ -61,14 +62,19 @@ def search(
 
 
 def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
-    """Sites of different modules that use one and the same layer: what one of them prunes, the other would lose."""
-    users: dict[int, list[Site]] = {}
+    """Why sites of different modules that use one layer are refused: what one of them prunes, the other would lose.
+
+    Blocks with the same weights throughout (Zamba) would need more memory if every one of them got its own.
+    """
+    users: dict[tuple[str, Any], list[Site]] = {}
     for site in sites:
-        for name in layers_of(site):
-            users.setdefault(id(model.get_submodule(name)), []).append(site)
+        layers = [model.get_submodule(name) for name in layers_of(site)]
+        weights = [id(p) for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
+        for shared in ("all its weights", frozenset(weights)), *(("a layer", id(layer)) for layer in layers):
+            users.setdefault(shared, []).append(site)
     return {
-        (site.name, site.kind): other.name
-        for several in users.values()
+        (site.name, site.kind): f"it shares {what} with {other.name}"
+        for (what, _), several in users.items()
         for site in several
         for other in several
         if module_of(other) != module_of(site)
@@ -91,6 +97,8 @@ def _multiheads(
 def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> Iterator[Claim]:
     taken = {name for site in fixed for name in layers_of(site)} | set(_under(model, theirs))
     for parts in attentions(model, taken):
+        if is_vague(parts) and not head_rows(model, parts):
+            continue  # a state-space layer, and no attention
         yield claim_attention(model, parts, lambda site: noted(model, site))
 
 

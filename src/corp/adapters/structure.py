@@ -5,18 +5,16 @@ What is found here is a claim. Where a batch can be run, adapters/proof.py tries
 
 from __future__ import annotations
 
-import inspect
 import re
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from corp.adapters.attention_names import CROSS, Parts
 from corp.adapters.head_layouts import head_rows
 from corp.adapters.linears import in_features, not_linear
+from corp.adapters.rotation_hints import hints_rotation, names_in, rotates_neighbours
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite
 from corp.surgery.hf_attention import NarrowAttention
 from corp.surgery.padded import GatherLinear, Padded, ScatterLinear
@@ -25,7 +23,6 @@ NORMALISED = (
     "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it only where "
     "every head is normalised alone and then rotated, as in Qwen3"
 )
-_ROTARY = ("rotary", "rope", "rot_emb", "position_embeddings", "freqs_c")  # in the names of what is used
 NARROWED = "it was narrowed already; prune the dense model instead"
 
 
@@ -81,7 +78,7 @@ def normed(module: nn.Module) -> bool:
 
 def normalises(module: nn.Module) -> str:
     """What to add to the number of a trial if an attention's code makes its queries and keys as long as one."""
-    if "normalize" not in _names_in(type(module), None):
+    if "normalize" not in names_in(type(module)):
         return ""
     return "; its code normalises vectors, and the length of a head is not that of the dimensions that are kept"
 
@@ -102,24 +99,10 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
         q, k = paired(site.q, d, dims), paired(site.k, d, dims)
         halves: dict[str, Any] = {"rotary": Rotary(dims, None)}
         neighbours = {**halves, "q": q, "k": k, "build": replace(site.build, q=q, k=k)}
-        rotated += [neighbours, halves] if _rotates_neighbours(module) else [halves, neighbours]
+        rotated += [neighbours, halves] if rotates_neighbours(module) else [halves, neighbours]
     # Plain attention passes the trial of a rotary one too, and queries of another sequence are seldom rotated.
     likely = (partial or hints_rotation(module)) and not CROSS.search(site.name)
     return [*rotated, {}] if likely else [{}, *rotated]
-
-
-def _rotates_neighbours(module: Any) -> bool:
-    """Whether the library's own function, beside the module's class, rotates neighbours instead of halves."""
-    beside = sys.modules.get(type(module).__module__)
-    if hasattr(beside, "rotate_every_two") or "view_as_complex" in _names_in(type(module), beside):
-        return True
-    function = getattr(beside, "rotate_half", None)
-    if function is None:
-        return getattr(module, "rotate_half", True) is False  # as timm's attentions say it
-    try:
-        return bool(function(torch.arange(4.0, device="cpu"))[0] == -1)
-    except Exception:  # of other arguments than one tensor
-        return False
 
 
 def paired(rows: Rows, d: int, dims: int) -> Rows:
@@ -127,15 +110,3 @@ def paired(rows: Rows, d: int, dims: int) -> Rows:
     if rows.period:
         return replace(rows, head=d, pairs=dims)
     return replace(rows, stop=rows.start + d, runs=rows.width // d, period=d, head=d, pairs=dims)
-
-
-def hints_rotation(module: Any) -> bool:
-    names = _names_in(type(module), None)
-    return any(word in name for name in names for word in _ROTARY)
-
-
-def _names_in(cls: Any, beside: Any) -> set[str]:
-    """The names that an attention's forward uses, and the functions in its file that rotate something."""
-    functions = [cls.forward, *(f for name, f in vars(beside or cls).items() if "rot" in name.lower())]
-    codes = [code for f in functions if (code := getattr(inspect.unwrap(f), "__code__", None)) is not None]
-    return {name for code in codes for name in (*code.co_varnames, *code.co_names)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -102,17 +102,6 @@ def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the model's first parameter."""
     first = next(model.parameters(), torch.empty(0))
     return first.device, first.dtype
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
-
-    def change() -> Callable[[], None]:
-        stance = ExitStack()
-        stance.enter_context(torch.compiler.set_stance("force_eager"))
-        return stance.close
-
-    return shared({"stance": change})
 
 
 def inputs_of(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from corp.calibration.grams import Grams
 from corp.calibration.heads import Heads, lengths_of, normed, split_heads
-from corp.calibration.hooks import block_of, removing, without_autocast, without_fast_path
+from corp.calibration.hooks import block_of, input_of, removing, without_autocast, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
@@ -130,8 +130,14 @@ class Collector:
         """Show the input of the linear as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
-        hook = here(lambda module, args: see(*self._by_sample(site, features_last(module, args[0]))))
-        return model.get_submodule(site.down).register_forward_pre_hook(hook)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            see(*self._by_sample(site, features_last(module, input_of(args, kwargs))))
+
+        handle: RemovableHandle = model.get_submodule(site.down).register_forward_pre_hook(
+            here(before), with_kwargs=True
+        )
+        return handle
 
     def _by_sample(self, site: LinearSite | OutputHead, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (B, n, D) that pass a site, and the mask (B, n) of the real ones."""

@@ -16,6 +16,7 @@ class Heads(NamedTuple):
     """Queries (B, H, n, d) and keys (B, K, m, d) as their logits are made of them, and which of them count.
 
     Where the attention normalises them, they are normalised, and `features` are those of their lengths before.
+    Logits are multiplied by `scale` before the softmax.
     """
 
     q: Tensor
@@ -24,6 +25,7 @@ class Heads(NamedTuple):
     k_mask: Tensor | None = None
     causal: bool = False
     features: tuple[Tensor, Tensor] | None = None
+    scale: float = 1.0
 
     def joined(self, first: int = 0) -> tuple[Tensor, Tensor]:
         """Queries (B, n, H e) and keys (B, m, K e), of each head the e dimensions from `first` on."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,14 +31,36 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
+def uncompiled() -> AbstractContextManager[None]:
+    """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
+
+    def change() -> Callable[[], None]:
+        stance = ExitStack()
+        stance.enter_context(torch.compiler.set_stance("force_eager"))
+        return stance.close
+
+    return shared({"stance": change})
+
+
 @contextmanager
 def removing(handles: list[RemovableHandle]) -> Iterator[None]:
-    """At the end the hooks are gone."""
+    """At the end the hooks are gone. Meanwhile compiled models run as they were written, so that hooks are called."""
     try:
-        yield
+        with uncompiled():
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer is called with, by position or by name."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with another input."""
+    return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
 
 
 def modules_around(name: str) -> list[str]:

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of, uncompiled
+from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of
 from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
 from corp.calibration.collector import Collector, Cursor
 from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.calibration.hooks import uncompiled
 from corp.calibration.memory import free_bytes, human, passes
 from corp.calibration.offload import offloaded
 from corp.calibration.settings import Settings

@@ -77,8 +77,9 @@ def real(given: Any, shape: Sequence[int] | None, *, marks_padding: bool, what: 
         )
     if marks_padding:  # torch.nn turns True into -inf on the way to its layers
         tokens = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    elif mask.is_floating_point() and (bool((mask < 0).any()) or not bool(mask.any())):
-        tokens = mask >= 0  # what is added to logits: nothing at real tokens, as Longformer hands it on
+    elif not bool(mask.any()) or (mask.is_floating_point() and bool((mask < 0).any())):
+        # What is added to logits, nothing at real tokens (Longformer), or marks padding, of which there is none (DETR).
+        tokens = mask >= 0
     else:
         tokens = mask != 0
     return None if bool(tokens.all()) else tokens

@@ -46,6 +46,7 @@ from corp.surgery.attention import Parts
 from corp.surgery.both import Both
 from corp.surgery.normed_check import normed_errors
 from corp.surgery.opened import opened
+from corp.surgery.padded import taken
 from corp.surgery.self_check import Finding, errors_in
 
 # A forward pass rounds at every step, not once: 1e-7 becomes some 1e-5 of the output, 1e-16 some 1e-10.
@@ -143,7 +144,7 @@ class _Trial:
 
     def finding(self, epsilon: float) -> Finding | None:
         """The error that the sums predict, and the one that is measured; None where nothing can be compared."""
-        both, site, estimated = self.both, self.site, 0.0
+        both, site, estimated, terms = self.both, self.site, 0.0, 0.0
         if isinstance(site, MLPSite) and site.experts and not both.stats.moments_of(site.name).total().n:
             return None  # no token of these batches is routed to it
         expected = errors_in(both, site, self.plan)
@@ -156,11 +157,11 @@ class _Trial:
             if site.norm is not None and self.rows is not None:
                 estimated = normed_errors(both, site, self.rows, self.plan)[1]
         else:
-            measured = self._output_error(site)
+            measured, terms = self._output_error(site)
             moments = both.stats.moments_of(site.name).total()
             W = projection_at(both.dense, site.down).weight.cpu().double()
             energy = output_energy(W, moments.mean, moments.cov())
-        return Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated)
+        return Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated, terms)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -198,12 +199,16 @@ class _Trial:
             for name, module in before.items():
                 dense.set_submodule(name, module)
 
-    def _output_error(self, site: LinearSite) -> float:
-        """E||y - y'||^2 over real tokens, y' being what the narrowed modules make of the dense model's own input."""
+    def _output_error(self, site: LinearSite) -> tuple[float, float]:
+        """E||y - y'||^2 over real tokens, y' being what the narrowed modules make of the dense model's own input.
+
+        Second, the energy of the products that y' is the sum of.
+        """
         dense, pruned, narrow = self.both.dense, self.both.pruned, self.narrow
         assert not isinstance(narrow, AttentionSite)
         old, new = (projection_at(model, site.down) for model in (dense, pruned))
-        total, tokens = 0.0, 0
+        total, terms, tokens = 0.0, 0.0, 0
+        down: Any = pruned.get_submodule(site.down)  # if padded, it picks what is left
         for batch in self.batches:
             given = Inputs.of(site)
             with given.recorded(dense):
@@ -213,13 +218,14 @@ class _Trial:
             with self._swapped(), given.replayed(dense):
                 x_new = _inputs(dense, narrow, batch, self.forward)
             if isinstance(site, ValueSite) and site.padded:
-                down: Any = pruned.get_submodule(site.down)  # which picks what is left
                 y, y_new = F.linear(x.to(old.weight), *old), down(x_new.to(down.weight))
             else:
                 y, y_new = (F.linear(part.to(layer.weight), *layer) for part, layer in ((x, old), (x_new, new)))
             total += float((y.double() - y_new.double()).square().sum())
+            kept = taken(down, x_new).double().square().sum(0)  # (S,)
+            terms += float(kept @ new.weight.double().square().sum(0))
             tokens += len(y)
-        return total / max(1, tokens)
+        return total / max(1, tokens), terms / max(1, tokens)
 
     def _add_logits(self, site: AttentionSite, errors: LogitErrors) -> None:
         """Add the logits of all batches, before and after, to `errors`."""

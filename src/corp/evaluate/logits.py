@@ -35,8 +35,9 @@ class _Watcher(Collector):
         super().__post_init__()
         self.seen: list[Heads] = []
 
-    def add(self, _site: AttentionSite, heads: Heads) -> None:
-        self.seen.append(heads._replace(q=heads.q.clone(), k=heads.k.clone()))  # attention may scale them in place
+    def add(self, site: AttentionSite, heads: Heads) -> None:
+        q, k = heads.q.clone(), heads.k.clone()  # attention may scale them in place
+        self.seen.append(heads._replace(q=q, k=k, scale=site.scale))
 
 
 def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:
@@ -105,7 +106,7 @@ class LogitErrors:
                     total += float((queries.mT @ queries * g_k).sum())
                 continue
             looked_at, hidden = looked_at_of(q_part.shape[2], dense.causal, site.window)
-            logits = site.scale * q_old[:, :, looked_at] @ k_old.mT
+            logits = dense.scale * q_old[:, :, looked_at] @ k_old.mT
             p = logits.masked_fill(hidden.to(logits.device), -torch.inf).softmax(-1)  # (B, H, M, n)
             wrong = asking[:, :, looked_at] @ asked.mT
             total += float(((p * wrong.square()).sum(-1) - (p * wrong).sum(-1).square()).sum())

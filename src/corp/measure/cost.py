@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from corp.calibration.batches import Forward, run, uncompiled
-from corp.calibration.hooks import without_fast_path
+from corp.calibration.batches import Forward, run
+from corp.calibration.hooks import uncompiled, without_fast_path
 from corp.errors import ModelError
 from corp.surgery.attention import true_widths
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from corp.calibration.batches import Forward, evaluating, feed, move, placement, uncompiled
+from corp.calibration.batches import Forward, evaluating, feed, move, placement
+from corp.calibration.hooks import uncompiled
 from corp.errors import ModelError
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe

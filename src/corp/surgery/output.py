@@ -19,8 +19,8 @@ class LowRankOutput(nn.Module):
             self.down = nn.Linear(inputs, rank, bias=False)
             self.up = nn.Linear(rank, outputs)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.up(self.down(hidden))
+    def forward(self, input: Tensor) -> Tensor:
+        logits: Tensor = self.up(self.down(input))
         return logits
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from corp.calibration.batches import evaluating, run
-from corp.calibration.hooks import removing
+from corp.calibration.hooks import input_of, removing
 from corp.calibration.statistics import Statistics
 from corp.calibration.threads import here
 from corp.errors import PlanError
@@ -165,7 +165,7 @@ class Allocator:
         assert head is not None
         seen: list[int] = []
         hook = self.model.get_submodule(head.name).register_forward_hook(
-            here(lambda _m, args, _o: seen.append(args[0].numel()))
+            here(lambda _m, args, kwargs, _o: seen.append(input_of(args, kwargs).numel())), with_kwargs=True
         )
         with torch.no_grad(), evaluating(self.model), removing([hook]):
             run(self.model, *self.sample)

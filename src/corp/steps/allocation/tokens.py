@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, evaluating, move, placement, size_of
-from corp.calibration.hooks import removing
+from corp.calibration.hooks import input_of, removing
 from corp.calibration.threads import here
 from corp.errors import DataError, PlanError
 from corp.measure.closeness import Reference
@@ -188,7 +188,7 @@ def tokens_of(model: nn.Module, merging: Merging, batch: Any, forward: Forward |
     found: list[int] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args[0] if args else next(iter(kwargs.values()))).shape[1])
+        found.append(input_of(args, kwargs).shape[1])
 
     handle = model.get_submodule(f"{merging.blocks}.0").register_forward_pre_hook(here(before), with_kwargs=True)
     with removing([handle]):

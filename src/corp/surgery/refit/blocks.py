@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.hooks import block_of, removing
+from corp.calibration.hooks import block_of, input_of, removing
 from corp.calibration.threads import here
 from corp.numerics.place import Place
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite, is_pointwise
@@ -98,11 +98,12 @@ def find_junctions(
     met: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(inner: str, module: nn.Module) -> Any:
-        def after(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and args[0].shape == hidden.shape:
-                met[inner] = args[0].clone(), output.clone()
+        def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = input_of(args, kwargs) if args or kwargs else None
+            if isinstance(x, Tensor) and isinstance(output, Tensor) and x.shape == hidden.shape:
+                met[inner] = x.clone(), output.clone()
 
-        return module.register_forward_hook(here(after))
+        return module.register_forward_hook(here(after), with_kwargs=True)
 
     inside_it = [(n, m) for n, m in model.get_submodule(name).named_modules(prefix=name) if n != name]
     with removing([watch(*one) for one in inside_it]), watching(model, sites) as seen:

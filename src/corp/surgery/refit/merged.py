@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, evaluating, run
-from corp.calibration.hooks import removing
+from corp.calibration.hooks import input_of, removing
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
 from corp.errors import ModelError
@@ -59,7 +59,7 @@ def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -
     seen: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(args[0] if args else next(iter(kwargs.values())))
+        seen.append(input_of(args, kwargs))
 
     handle = model.get_submodule(first).register_forward_pre_hook(here(before), with_kwargs=True)
     with torch.no_grad(), evaluating(model), removing([handle]):

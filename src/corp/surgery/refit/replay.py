@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating
-from corp.calibration.hooks import block_of, removing, without_fast_path
+from corp.calibration.hooks import block_of, input_of, removing, without_fast_path
 from corp.calibration.masks import Masks
 from corp.calibration.multihead import averages
 from corp.calibration.threads import here
@@ -194,7 +194,7 @@ def watching(
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = None
             if wanted:
-                x = averages(module, args, kwargs) if is_multihead(site) else taken(module, args[0])
+                x = averages(module, args, kwargs) if is_multihead(site) else taken(module, input_of(args, kwargs))
             seen[site.name] = Seen(x, stream_of(output).clone())
             if wanted and stop:
                 raise Enough
@@ -212,12 +212,12 @@ def meeting(model: nn.Module, junctions: Sequence[str], *, stop: bool = False) -
     met: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
-        def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            met[name] = args[0].clone()
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            met[name] = input_of(args, kwargs).clone()
             if stop:
                 raise Enough
 
-        return model.get_submodule(name).register_forward_pre_hook(here(before))
+        return model.get_submodule(name).register_forward_pre_hook(here(before), with_kwargs=True)
 
     with removing([watch(name) for name in junctions]):
         yield met
