@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from corp.calibration.hooks import uncompiled
 from corp.calibration.threads import shared
 from corp.errors import DataError
 

@@ -42,6 +42,7 @@ from corp.surgery.merged import merge_tokens
 from corp.surgery.refit.merged import find_merging, repair_merged
 from corp.surgery.refit.recording import record_batches
 from corp.surgery.refit.repair import why_not
+from corp.surgery.stand_in import idle_copy
 
 ROUNDS = 4  # times that widths of a merged model are made smaller if they are over the budget
 
@@ -69,7 +70,8 @@ def prune_tokens(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     smaller, plan, merging, record = found
     why = {**plan.why, "tokens": {**record, "cost": known.operations.share(smaller, merging)}}
     if blocks:
-        passages = record_batches(dense.model, dense.sites, batches, blocks, recipe, plan.samples, forward)
+        idle = idle_copy(dense.model, (block.name for block in blocks))  # the refit runs the blocks itself
+        passages = record_batches(idle, dense.sites, batches, blocks, recipe, plan.samples, forward)
         merge_tokens(smaller, replace(merging, read=None))
         with run.observer.stage("refitting", len(blocks), "blocks") as advance:
             layers = repair_merged(dense.model, smaller, blocks, passages, recipe, advance)

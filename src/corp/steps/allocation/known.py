@@ -5,9 +5,8 @@ The outputs of the dense model's blocks are kept for a few batches, and a trial'
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from corp.calibration.threads import here
 from corp.measure.closeness import Reference
 from corp.sites import Site, Sites
 from corp.surgery.refit.replay import blocks_of, inside
+from corp.surgery.stand_in import replace_block
 
 KEPT = 1 << 30  # bytes of outputs at the most; blocks past that run again
 
@@ -62,22 +62,14 @@ class KnownBlocks:
     def skip(self, trial: nn.Module, changed: Site) -> nn.Module:
         """The trial, whose blocks before the one that holds the changed site return what is known; made in place."""
         for name in self.before.get(block_of(inside(changed)) or "", frozenset()) & set(self.outputs):
-            parent, _, leaf = name.rpartition(".")
-            trial.get_submodule(parent)._modules[leaf] = _known(trial.get_submodule(name), iter(self.outputs[name]))
+            replace_block(trial, name, _returning(self.outputs[name]))
         return trial
 
 
-def _known(block: nn.Module, outputs: Iterator[Any]) -> nn.Module:
-    """A stand-in that returns the next output instead of running; it has the block's attributes, which models read."""
-
-    def forward(_self: nn.Module, *_args: Any, **_kwargs: Any) -> Any:
-        return _copied(next(outputs))  # blocks may add to it in place
-
-    stand_in = copy.copy(block)
-    stand_in.__dict__.pop("forward", None)  # a wrapper's
-    stand_in._forward_hooks, stand_in._forward_pre_hooks = OrderedDict(), OrderedDict()  # they ran when it was kept
-    stand_in.__class__ = type(type(block).__name__, (type(block),), {"forward": forward})
-    return stand_in
+def _returning(outputs: Iterable[Any]) -> Callable[..., Any]:
+    """A function that returns the next output whatever it is called with; blocks may add to it in place."""
+    left = iter(outputs)
+    return lambda *_args, **_kwargs: _copied(next(left))
 
 
 def _copied(output: Any) -> Any:

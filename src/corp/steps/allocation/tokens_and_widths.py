@@ -91,11 +91,17 @@ class Joint:
     def best_widths(self, target: float) -> float:
         """The share of the merged model's operations that widths should leave."""
 
+        best: list[Closeness] = []
+
         def moved(widths: float) -> float:
+            rival = best[-1] if best else None
             try:
-                divergence = self.compare(target, widths).divergence().value
+                closeness = self.compare(target, widths, rival)
             except PlanError:  # tokens cannot give the rest
                 return math.inf
+            divergence = closeness.divergence(rival).value
+            if rival is None or divergence < rival.divergence().value:
+                best.append(closeness)
             self.tried.append({"target": target, "widths": widths, "divergence": divergence})
             return divergence
 
@@ -126,9 +132,9 @@ class Joint:
             )
         return min(good), widths
 
-    def compare(self, target: float, widths: float) -> Closeness:
+    def compare(self, target: float, widths: float, rival: Closeness | None = None) -> Closeness:
         model = self.narrowed(widths)
-        return self.reference.compare(merged_copy(model, self.fit(model, target)))
+        return self.reference.compare(merged_copy(model, self.fit(model, target)), rival)
 
     def narrowed(self, widths: float) -> nn.Module:
         if widths >= 1:

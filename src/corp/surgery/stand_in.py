@@ -1,0 +1,39 @@
+"""Stand-ins for blocks of a copied model: they have the attributes that the model reads, and do not run the block."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+
+def stand_in(block: nn.Module, call: Callable[..., Any]) -> nn.Module:
+    """A module like the block, in whose place `call` is called with its arguments; hooks of the block do not run."""
+
+    def forward(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    made = copy.copy(block)
+    made.__dict__.pop("forward", None)  # a wrapper's
+    made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
+    made.__class__ = type(type(block).__name__, (type(block),), {"forward": forward})
+    return made
+
+
+def replace_block(model: nn.Module, name: str, call: Callable[..., Any]) -> None:
+    """Put a stand-in into the model, in place."""
+    parent, _, leaf = name.rpartition(".")
+    model.get_submodule(parent)._modules[leaf] = stand_in(model.get_submodule(name), call)
+
+
+def idle_copy(model: nn.Module, blocks: Iterable[str]) -> nn.Module:
+    """A copy that shares the model's tensors and in which these blocks return the hidden state that they are given."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    idle = copy.deepcopy(model, shared)  # tensors in the memo are not copied
+    for name in blocks:
+        replace_block(idle, name, lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values())))
+    return idle
