@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -12,14 +11,13 @@ from torch import nn
 
 
 def stand_in(block: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """A module like the block, in whose place `call` is called with its arguments; hooks of the block do not run."""
+    """A module like the block, hooks included, that calls `call` with its arguments instead of running."""
 
     def forward(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     made = copy.copy(block)
     made.__dict__.pop("forward", None)  # a wrapper's
-    made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
     made.__class__ = type(type(block).__name__, (type(block),), {"forward": forward})
     return made
 

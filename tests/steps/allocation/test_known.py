@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -86,6 +87,25 @@ def test_only_blocks_that_ran_once_and_ended_before_the_change_are_left_out(
     expected = reference.compare(trial(model, data, "blocks.2")).divergence()
     assert reference.compare(blocks.skip(changed, sites["blocks.2"])).divergence() == expected
     assert [block.runs for block in changed.blocks] == runs
+
+
+def test_hooks_of_the_blocks_run_once_as_in_the_model() -> None:
+    """transformers collects hidden states by hooks, and a user's hook may change an output."""
+    model, data = Chain((0, 1, 2)).double().eval(), [torch.randn(6, 8, dtype=torch.float64) for _ in range(2)]
+    seen: list[Tensor] = []
+
+    def hook(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        seen.append(output.clone())
+        return 2 * output
+
+    sites = corp.find_sites(model, data[0])
+    model.blocks[0].register_forward_hook(hook)
+    reference = Reference(model, data)
+    blocks = KnownBlocks.of(model, sites, reference)
+    seen.clear()
+    same = blocks.skip(copy.deepcopy(model), sites["blocks.2"])
+    assert reference.compare(same).divergence().value == pytest.approx(0, abs=1e-15)
+    assert len(seen) == len(data)
 
 
 def test_outputs_that_are_too_large_to_keep_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

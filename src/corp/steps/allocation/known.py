@@ -50,7 +50,8 @@ class KnownBlocks:
         for name in blocks_of(list(sites)):
             block = model.get_submodule(name)
             handles.append(block.register_forward_pre_hook(here(lambda _m, _args, name=name: start(name))))
-            handles.append(block.register_forward_hook(here(lambda _m, _args, output, name=name: end(name, output))))
+            after = here(lambda _m, _args, output, name=name: end(name, output))
+            handles.append(block.register_forward_hook(after, prepend=True))  # other hooks run on what is kept, too
         with removing(handles):
             for batch in reference.batches:
                 ended.clear()
