@@ -182,7 +182,7 @@ def estimate(
     dense = Dense.of(model, recipe, run)
     model = dense.model
     with without_cache(model):
-        require_reachable(dense, recipe, countable(model, run.inputs(model) if stats is None else stats.inputs, run))
+        require_reachable(dense, recipe, countable(model, stats, run))
         return estimate_run(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
 

@@ -65,6 +65,14 @@ def test_tokens_are_drawn_as_the_model_predicts_them_whatever_its_generation_con
     assert len(drawn.unique()) > 250  # of 320, in 1,280 draws
 
 
+def test_given_texts_that_are_too_short_to_go_on_from_are_kept_but_not_continued() -> None:
+    texts = given()
+    short = text.TextBatches(texts.ids, [text.Span(0, 5, 1), *texts.spans[1:]], 0, 2, "counted")
+    both = written.with_own_texts(decoders.build("llama"), short, 8)
+    assert both.samples == 14
+    assert sum(span.end - span.start == LENGTH for span in both.spans) == 13
+
+
 def test_what_cannot_write_is_refused() -> None:
     with pytest.raises(ModelError, match="does not generate text"):
         written.own_texts(build("vit"), [torch.arange(40)], 2, length=20)

@@ -59,7 +59,7 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with another input."""
+    """Return the arguments of a call with its input replaced by `x`."""
     return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
 
 

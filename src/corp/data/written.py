@@ -1,7 +1,7 @@
 """Texts that a language model writes itself, as further calibration data where texts are scarce.
 
 A fit of some thousand channels on a few dozen texts follows those texts. What the model writes is a sample of what it
-has learnt, of any length and without labels, and makes the fit hold on other texts too (docs/calibration.md).
+has learnt, of any length and without labels, and makes the fit hold on other texts too (docs/language.md).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def with_own_texts(
     model: nn.Module, batches: TextBatches, count: int, *, seed: int = 0, advance: Advance = lambda _done: None
 ) -> TextBatches:
     """The given sequences and `count` more that the model writes, evenly mixed, so that held-out batches have both."""
-    given = [batches.ids[span.start : span.end] for span in batches.spans]
-    length = max(map(len, given), default=0)
-    if length <= PROMPT:
+    given = [batches.ids[span.start : span.end] for span in batches.spans if span.end - span.start > PROMPT]
+    if not given:
         raise DataError(f"own texts begin with {PROMPT} tokens of the given ones, which are not longer than that")
+    length = max(map(len, given))
     own = own_texts(model, given, count, length=length, seed=seed, advance=advance)
     start = len(batches.ids)
     written = [Span(at, at + length, at + 1) for at in range(start, start + own.numel(), length)]
@@ -70,7 +70,7 @@ def own_texts(
 
 
 def _prompt(text: Tensor, draw: random.Random) -> Tensor:
-    start = draw.randrange(max(1, len(text) - PROMPT))
+    start = draw.randrange(len(text) - PROMPT)
     return text[start : start + PROMPT].long()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,21 @@ class Reference:
         """The step between compared positions of sequences (B, n, K), so that the logits of all samples can be kept."""
         most = max(LEAST, KEPT // max(1, self.samples * logits.shape[-1]))
         return max(1, -(-logits.shape[1] // most))
+
+
+@dataclass
+class Race:
+    """Models that are compared one after the other, each only as long as it keeps up with the best one so far."""
+
+    reference: Reference
+    best: Closeness | None = None
+
+    def divergence(self, model: nn.Module) -> Interval:
+        found = self.reference.compare(model, self.best)
+        divergence = found.divergence(self.best)
+        if self.best is None or divergence.value < self.best.divergence().value:
+            self.best = found
+        return divergence
 
 
 class Output(NamedTuple):

@@ -11,6 +11,7 @@ from torch import nn
 
 from corp.calibration.batches import Forward, evaluating, feed, move, placement
 from corp.calibration.hooks import uncompiled
+from corp.calibration.statistics import Statistics
 from corp.errors import ModelError
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
@@ -24,11 +25,12 @@ def sample_of(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
     return Sample(first_sample(batch if forward is not None else move(batch, *placement(model))), forward)
 
 
-def countable(model: nn.Module, inputs: Any, run: Run) -> Sample | None:
+def countable(model: nn.Module, stats: Statistics | None, run: Run) -> Sample | None:
     """What operations are counted on if not on zeros in the shape of a sample, which not every model takes.
 
     That is one sample of the run, or a whole batch where inputs have to fit each other (image tokens and patches).
     """
+    inputs = run.inputs(model) if stats is None else stats.inputs
     made = [] if inputs is None else [one_sample(model, inputs)]
     if (first := run.first()) is not None:
         batch = first if run.forward is not None else move(first, *placement(model))

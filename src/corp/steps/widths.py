@@ -27,7 +27,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
     with without_cache(model):
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
-        sample = countable(model, run.inputs(model) if stats is None else stats.inputs, run)
+        sample = countable(model, stats, run)
         budget = require_reachable(dense, recipe, sample)
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
@@ -40,7 +40,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
             if held is not None and batches is not None:
                 held.collect(batches)
         stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
-        sample = sample or countable(model, stats.inputs, run)
+        sample = sample or countable(model, stats, run)
         chosen, found = choose_widths(dense, stats, recipe, held, sample, run, budget)
         planned = plan_sites(dense, stats, chosen, found, watch).noting(*notes)
         warn_of_notes(planned)

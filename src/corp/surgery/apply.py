@@ -36,6 +36,7 @@ from corp.surgery.dispatch import undispatched
 from corp.surgery.linear import shrink_down, shrink_mlp
 from corp.surgery.merged import merge_tokens
 from corp.surgery.output import replace_output
+from corp.surgery.stand_in import sharing_copy
 
 Planned: TypeAlias = tuple[Site, SitePlan]
 
@@ -67,8 +68,7 @@ def narrowed_copy(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics,
 
 def narrowed_shell(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics) -> nn.Module:
     """A smaller model that shares with the dense one all tensors that the plan leaves alone: for trials."""
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    smaller = copy.deepcopy(model, shared)  # tensors in the memo are not copied
+    smaller = sharing_copy(model)
     with undispatched(smaller):
         for group in match(sites, plan):
             with at_site(group[0][0]), timed("compensate"):

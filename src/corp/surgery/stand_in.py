@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from corp.calibration.hooks import input_of
+
 
 def stand_in(block: nn.Module, call: Callable[..., Any]) -> nn.Module:
     """A module like the block, hooks included, that calls `call` with its arguments instead of running."""
@@ -24,14 +26,18 @@ def stand_in(block: nn.Module, call: Callable[..., Any]) -> nn.Module:
 
 def replace_block(model: nn.Module, name: str, call: Callable[..., Any]) -> None:
     """Put a stand-in into the model, in place."""
-    parent, _, leaf = name.rpartition(".")
-    model.get_submodule(parent)._modules[leaf] = stand_in(model.get_submodule(name), call)
+    model.set_submodule(name, stand_in(model.get_submodule(name), call))
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model that shares all its tensors."""
+    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)  # tensors in the memo are not copied
 
 
 def idle_copy(model: nn.Module, blocks: Iterable[str]) -> nn.Module:
     """A copy that shares the model's tensors and in which these blocks return the hidden state that they are given."""
-    shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    idle = copy.deepcopy(model, shared)  # tensors in the memo are not copied
+    idle = sharing_copy(model)
     for name in blocks:
-        replace_block(idle, name, lambda *args, **kwargs: args[0] if args else next(iter(kwargs.values())))
+        replace_block(idle, name, lambda *args, **kwargs: input_of(args, kwargs))
     return idle

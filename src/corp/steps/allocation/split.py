@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corp.measure.closeness import Closeness
+from corp.measure.closeness import Race
 from corp.recipe import UNIFORM
 from corp.steps.allocation.allocator import Allocation, Way
 from corp.steps.allocation.sensitivity import can_measure, measure_sensitivities
-from corp.steps.allocation.trials import Trials, climb, described, ends
+from corp.steps.allocation.trials import Trials, climb, described, ends, sketch_model
 
 POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
 QUERY_STEP = 0.125  # between the Q/K shares that are tried
@@ -31,7 +30,9 @@ class Split:
     trials: Trials
     known: dict[tuple[int, ...], float] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
-    best: Closeness | None = None  # of all that was tried, with which others are compared as long as they keep up
+
+    def __post_init__(self) -> None:
+        self.race = Race(self.trials.reference)
 
     def run(self) -> Allocation:
         allocator, recipe = self.trials.allocator, self.trials.recipe
@@ -94,11 +95,9 @@ class Split:
         """The divergence from the dense model; widths that were measured before are not measured again."""
         widths = (*found.widths.values(), found.rank or 0)
         if widths not in self.known:
-            closeness, why = self.trials.compare(found, self.best), found.why["allocation"]
-            divergence = closeness.divergence(self.best)
-            if divergence.value < min(self.known.values(), default=math.inf):
-                self.best = closeness
-            self.known[widths] = divergence.value
+            divergence = self.race.divergence(sketch_model(self.trials.allocator, self.trials.recipe, found))
+            self.trials.advance(1)
+            why, self.known[widths] = found.why["allocation"], divergence.value
             told = ("queries", "power", "measured", "spread")
             how = {key: why[key] for key in told if key in why} or {"allocate": UNIFORM}
             self.tried.append({**how, "divergence": divergence.value, **ends(divergence)})

@@ -12,7 +12,7 @@ from torch import nn
 from corp.calibration.batches import Forward, size_of
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.errors import DataError, ModelError, PlanError
-from corp.measure.closeness import Closeness, Reference
+from corp.measure.closeness import Closeness, Race, Reference
 from corp.planning.merging import Merging
 from corp.recipe import Recipe
 from corp.sites import Sites
@@ -91,17 +91,13 @@ class Joint:
     def best_widths(self, target: float) -> float:
         """The share of the merged model's operations that widths should leave."""
 
-        best: list[Closeness] = []
+        race = Race(self.reference)
 
         def moved(widths: float) -> float:
-            rival = best[-1] if best else None
             try:
-                closeness = self.compare(target, widths, rival)
+                divergence = race.divergence(self.made(target, widths)).value
             except PlanError:  # tokens cannot give the rest
                 return math.inf
-            divergence = closeness.divergence(rival).value
-            if rival is None or divergence < rival.divergence().value:
-                best.append(closeness)
             self.tried.append({"target": target, "widths": widths, "divergence": divergence})
             return divergence
 
@@ -117,7 +113,7 @@ class Joint:
 
         def reaches(target: float) -> bool:
             try:
-                found = self.compare(target, widths).agreement().value
+                found = self.reference.compare(self.made(target, widths)).agreement().value
             except PlanError:
                 return False
             self.tried.append({"target": target, "widths": widths, "agreement": found})
@@ -132,9 +128,10 @@ class Joint:
             )
         return min(good), widths
 
-    def compare(self, target: float, widths: float, rival: Closeness | None = None) -> Closeness:
+    def made(self, target: float, widths: float) -> nn.Module:
+        """A model of these widths that merges as many tokens as the target still asks for."""
         model = self.narrowed(widths)
-        return self.reference.compare(merged_copy(model, self.fit(model, target)), rival)
+        return merged_copy(model, self.fit(model, target))
 
     def narrowed(self, widths: float) -> nn.Module:
         if widths >= 1:

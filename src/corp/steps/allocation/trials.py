@@ -29,8 +29,8 @@ class Trials:
     samples: int
     advance: Advance
 
-    def compare(self, found: Allocation, rival: Closeness | None = None) -> Closeness:
-        closeness = self.reference.compare(sketch_model(self.allocator, self.recipe, found), rival)
+    def compare(self, found: Allocation) -> Closeness:
+        closeness = self.reference.compare(sketch_model(self.allocator, self.recipe, found))
         self.advance(1)
         return closeness
 
