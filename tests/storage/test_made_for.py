@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import transformers as hf
 
@@ -69,7 +70,7 @@ def test_what_cannot_be_held_is_refused_before_anything_is_pruned() -> None:
         Exports(models.build("hf-opt")).recipe_for("gguf", BUDGET)
     with pytest.raises(CorpError, match="compensation made 2 biases"):
         Exports(decoders.build("qwen2")).recipe_for("transformers", Recipe(mlp=0.5, intercept=True))
-    with pytest.raises(CorpError, match="'llamafile' is not one of transformers, vllm, gguf, onnx"):
+    with pytest.raises(CorpError, match="'llamafile' is not one of transformers, timm, vllm, gguf, onnx"):
         Exports(decoders.build("llama")).recipe_for("llamafile", BUDGET)
 
 
@@ -101,3 +102,16 @@ def test_corp_prune_says_where_its_result_can_go(tmp_path: Path) -> None:
     told = run("export", str(tmp_path / "small"), "--to", "gguf", "-o", str(tmp_path / "file")).stderr
     assert "padded" not in told
     assert (tmp_path / "file" / "model.gguf").is_file()
+
+
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+def test_for_timm_leaves_merged_tokens_out_and_the_result_loads_in_timm(tmp_path: Path) -> None:
+    model, data = timm.create_model("test_vit", img_size=32).eval(), [torch.randn(10, 3, 32, 32) for _ in range(6)]
+    recipe = Exports(model).recipe_for("timm", Recipe(target_macs=0.8, tokens="auto"))
+    assert (recipe.tokens, recipe.allocate) == (None, "uniform")
+    result = corp.prune(model, data, recipe)
+    assert {site.kind for site in result.plan.sites} == {"mlp"}
+    assert len({site.keep for site in result.plan.sites}) == 1
+    corp.save(result, tmp_path / "small")
+    written = run("export", str(tmp_path / "small"), "--to", "timm", "-o", str(tmp_path / "timm"))
+    assert written.exit_code == 0, written.output

@@ -39,10 +39,11 @@ def prune(
     ] = None,
     stats: a.Stats = None,
     program: Annotated[
-        Literal["transformers", "vllm", "gguf", "onnx"] | None,
+        Literal["transformers", "timm", "vllm", "gguf", "onnx"] | None,
         a.option(
-            "Prune only in ways that this program can load: one width for all layers (transformers), one width for all "
-            "heads (transformers, vllm, gguf). corp export writes the format.",
+            "Prune only in ways that this program can load: one width for all layers and no merged tokens "
+            "(transformers, timm), one width for all heads (transformers, vllm, gguf), MLPs only (timm). corp export "
+            "writes the format.",
             a.REMOVE,
             "--for",
         ),
@@ -116,7 +117,10 @@ def prune(
     known = None if stats is None else Statistics.load(stats)
     dense = inputs.opened(source, any_size=in_use)
     exports = None if program is None else Exports(dense)
+    merging = recipe.tokens is not None
     recipe = recipe if exports is None or program is None else exports.recipe_for(program, recipe)
+    if merging and recipe.tokens is None:
+        note(f"{program} cannot merge tokens, so the widths alone have to meet the target; the last line compares both")
     batches: Any = None
     forward: Forward | None = None
     if in_use:

@@ -26,8 +26,9 @@ from corp.storage.export.profiles import COMPAT, LIBRARY_TARGETS, beyond, holds_
 from corp.storage.export.vllm_folder import VLLM
 from corp.surgery.opened import open_up
 
-TRANSFORMERS = "transformers"
-PROGRAMS = {TRANSFORMERS: "hf", VLLM: VLLM, GGUF: GGUF, ONNX: ONNX}  # what a recipe can be made for -> its target
+TRANSFORMERS, TIMM = "transformers", "timm"
+# What a recipe can be made for, and its target.
+PROGRAMS = {TRANSFORMERS: "hf", TIMM: TIMM, VLLM: VLLM, GGUF: GGUF, ONNX: ONNX}
 Reasons: TypeAlias = dict[str, str | None]  # by target, why not; None where it can be
 
 
@@ -70,17 +71,18 @@ class Exports:
         return self._targets(widths, intercepts, self._may_factor(recipe), self._normed(narrower))
 
     def recipe_for(self, program: str, recipe: Recipe) -> Recipe:
-        """The recipe with options that `program` ("transformers", "vllm", "gguf" or "onnx") can hold.
+        """The recipe with options that `program` ("transformers", "timm", "vllm", "gguf" or "onnx") can hold.
 
-        For transformers all layers get one width. Heads get one width and the same rotary pairs; where the format has
-        no narrower heads, a target leaves them alone. What still cannot be held is an error.
+        For transformers and timm all layers get one width, and tokens are not merged. Heads get one width and the
+        same rotary pairs; where the format has no narrower heads, a target leaves them alone. What still cannot be
+        held is an error.
         """
         if program not in PROGRAMS:
             raise StorageError(f"{program!r} is not one of {', '.join(PROGRAMS)}")
         if program != ONNX:
             changes: dict[str, Any] = {"output": 0.0}
-            if program == TRANSFORMERS:
-                changes["allocate"] = UNIFORM
+            if program in (TRANSFORMERS, TIMM):
+                changes |= {"allocate": UNIFORM, "tokens": None}
             if self._holds_heads(PROGRAMS[program]):
                 changes |= {"rotary": SHARED, "equal_heads": True}
             elif recipe.has_target:
