@@ -146,6 +146,7 @@ def measured(case: Case) -> dict[str, Any]:
     plain, before, clock = forward(model, batches), peak(), Clock()
     result = corp.prune(model, batches, RECIPES[case.recipe], observer=clock)
     clock.lap()
+    plain = (plain + forward(model, batches)) / 2  # the machine's speed changes within a run
     sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in (model, result.model)]
     params = sum(p.numel() for p in model.parameters())
     memory = {"dense": sizes[0], "pruned": sizes[1], "taken": peak() - before, "before": before}

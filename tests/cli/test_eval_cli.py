@@ -172,6 +172,12 @@ def test_csv_of_labels(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(corp.CorpError, match=message):
             read_labels(file, [root])
+    file.write_text("a/1.jpg,1\nb/1.jpg,2\nb/2.jpg,5\n")
+    with pytest.raises(corp.CorpError, match=r"labels.csv: 2.jpg has the label 5, .* 0 to 4; .* from 1 \(1 of 3"):
+        read_labels(file, [root], 5)
+    file.write_text("a/1.jpg,0\nb/1.jpg,-1\nb/2.jpg,9\n")
+    with pytest.raises(corp.CorpError, match=r"labels.csv: 1.jpg has the label -1, but labels count from 0 \(1 of 3"):
+        read_labels(file, [root])
 
 
 BAD = {
@@ -180,7 +186,7 @@ BAD = {
     "no such labels": (["--labels", "nothing.csv"], "there is no file nothing.csv"),
     "damaged": (["--data", "DAMAGED", "--labels", "ONE"], "cannot be decoded"),
     "nothing to measure": (["--labels", "none"], "nothing to measure"),
-    "label beyond the classes": (["--labels", "BEYOND"], "label 1000 is not one of the model's 1000 classes"),
+    "label beyond the classes": (["--labels", "BEYOND"], "has the label 1000, but the model has classes 0 to 999"),
     "fewer synsets": (["--data", "SYNSETS"], "does not give the classes"),
 }
 

@@ -82,7 +82,7 @@ def _labels(asked: Evaluation, name: str, model: nn.Module) -> dict[Path, int] |
     if asked.labels is not None:
         if classes == 0:
             raise DataError(f"{name} has no classifier, so --labels cannot be used; give --labels none")
-        return read_labels(Path(asked.labels), asked.data)
+        return read_labels(Path(asked.labels), asked.data, classes)
     found = None if classes == 0 else find_labels(asked.data, classes)
     if found is None and classes != 0:
         note(

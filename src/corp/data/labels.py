@@ -46,8 +46,11 @@ def _class_name(path: Path, root: Path) -> str | None:
     return match[1] if match else None
 
 
-def read_labels(file: Path, folders: Sequence[Path]) -> dict[Path, int]:
-    """Class index of every image, from a CSV of file,label; a file is a path below its folder, or a unique name."""
+def read_labels(file: Path, folders: Sequence[Path], classes: int | None = None) -> dict[Path, int]:
+    """Class index of every image, from a CSV of file,label; a file is a path below its folder, or a unique name.
+
+    A label that is not below `classes` (None: unknown) is refused.
+    """
     rows = _rows(file)
     labels: dict[Path, int | None] = {}
     for folder in map(Path, folders):
@@ -59,7 +62,21 @@ def read_labels(file: Path, folders: Sequence[Path]) -> dict[Path, int]:
     missing = [path for path, label in labels.items() if label is None]
     if missing:
         raise DataError(f"{file} has no label for {len(missing)} of {len(labels)} images, such as {missing[0]}")
-    return {path: label for path, label in labels.items() if label is not None}
+    found = {path: label for path, label in labels.items() if label is not None}
+    _require_classes(file, found, classes)
+    return found
+
+
+def _require_classes(file: Path, labels: Mapping[Path, int], classes: int | None) -> None:
+    odd = [path for path, label in labels.items() if label < 0 or (classes is not None and label >= classes)]
+    if not odd:
+        return
+    numbers = set(labels.values())
+    hint = "; labels count from 0, and these seem to count from 1" if min(numbers) == 1 and classes in numbers else ""
+    there = "labels count from 0" if classes is None else f"the model has classes 0 to {classes - 1}"
+    raise DataError(
+        f"{file}: {odd[0].name} has the label {labels[odd[0]]}, but {there}{hint} ({len(odd)} of {len(labels)} images)"
+    )
 
 
 def _rows(file: Path) -> dict[str, int]:
