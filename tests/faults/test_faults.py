@@ -20,6 +20,7 @@ CASES = [
     ("SIGINT", "merge"),
     ("file size limit", "report"),
     ("file size limit", "calibrate"),
+    ("file size limit", "export pt2"),
     ("full disk", "prune with statistics"),
     ("read-only output", "merge"),
     ("input removed", "calibrate"),

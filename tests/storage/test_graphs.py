@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,12 @@ def test_a_graph_that_disagrees_is_not_written(
     assert failed.exit_code == 1
     assert "disagrees with the pruned one" in said(failed)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_logs_nothing_while_it_traces() -> None:
+    """Ctrl-C in a trace is logged by torch as an error of its own, with a traceback."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    assert log.isEnabledFor(logging.ERROR)
+    with formats.quiet():
+        assert not log.isEnabledFor(logging.ERROR)
+    assert log.isEnabledFor(logging.ERROR)

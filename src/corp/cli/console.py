@@ -76,11 +76,16 @@ def told(kept: str = _NOTHING) -> Iterator[None]:
     except KeyboardInterrupt:
         _fail(f"interrupted; {kept}", 130)
     except Exception as error:
-        if _stopped:  # libraries turn what a signal raises inside them into errors of their own
+        if interrupted():
             _fail(f"interrupted; {kept}", 128 + _stopped[0])
         if os.environ.get("CORP_DEBUG"):
             raise
         _fail(*_explained(error))
+
+
+def interrupted() -> bool:
+    """Whether a signal came: libraries turn what it raises inside them into errors of their own."""
+    return bool(_stopped)
 
 
 def heed_signals() -> None:

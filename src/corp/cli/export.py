@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from corp.cli import arguments as a
 from corp.cli import early
-from corp.cli.console import command, note, progress, show_json, show_table
+from corp.cli.console import command, interrupted, note, progress, show_json, show_table
 from corp.errors import CorpError, StorageError
 
 
@@ -52,7 +52,8 @@ def export(
         with progress(f"exporting {folder}", None, "", quiet=json):
             made = storage.export(folder, out, to=to, profile=profile, quant=quant, overwrite=overwrite, command=line)
     except StorageError:
-        _note_possible(folder, refused=to)
+        if not interrupted():
+            _note_possible(folder, refused=to)
         raise
     if made.difference is None:
         package = {"gguf": "xllamacpp"}.get(made.target, "'corp-prune[onnx]'")

@@ -7,11 +7,13 @@ is read back and compared.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.export import Dim, ExportedProgram
 
 from corp.calibration.batches import evaluating, inputs_of, move
 from corp.errors import StorageError
+from corp.io.files import writing
 from corp.storage.export.check import apart, named, on_cpu, require_agreement
 from corp.surgery.attention import true_widths
 
@@ -49,8 +52,12 @@ def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> flo
     path = folder / FILES[target]
     if target == PT2:
         program = trace(model, inputs)
+        whole = BytesIO()  # a disk that fills up while torch writes to it ends the process
         with quiet():
-            torch.export.save(program, path)
+            torch.export.save(program, whole)
+        with writing(path):
+            path.write_bytes(whole.getbuffer())
+        with quiet():
             reread = torch.export.load(path).module()
         difference = _checked(model, reread, inputs)
     else:
@@ -242,10 +249,16 @@ def axis_names(program: ExportedProgram, inputs: Inputs) -> dict[str, str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns of its own future while it traces and writes; users cannot act on it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """torch warns of its own future while it traces and writes, and logs pages about errors that it raises as well."""
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def first_line(error: Exception) -> str:
