@@ -187,7 +187,7 @@ def replace_parts(dense: Any, packed: Any, *parts: Projection | None) -> nn.Modu
 
 
 def replaced(whole: Projection, values: int, *parts: Projection | None) -> list[Projection]:
-    """The parts of a packed projection, or their replacements; the last has `values` rows, the others are equally high."""
+    """The parts of a packed projection, or their replacements; the last has `values` rows, the others are equal."""
     others = (len(whole.weight) - values) // (len(parts) - 1)
     own = unfuse(whole, [*[others] * (len(parts) - 1), values])
     return [new or old for new, old in zip(parts, own, strict=True)]
