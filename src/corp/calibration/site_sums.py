@@ -82,7 +82,7 @@ def _at(sums: Sums, place: Place) -> Sums:
 
 @dataclass(frozen=True)
 class Entry:
-    """One site's entry in a manifest: what its file must contain. MLPs have no heads; only rotary sums have key heads."""
+    """One site's entry in a manifest: its file's contents. MLPs have no heads; only rotary sums have key heads."""
 
     width: int
     heads: int
