@@ -29,7 +29,7 @@ def with_own_texts(
     """The given sequences and `count` more that the model writes, evenly mixed, so that held-out batches have both."""
     given = [batches.ids[span.start : span.end] for span in batches.spans if span.end - span.start > PROMPT]
     if not given:
-        raise DataError(f"own texts begin with {PROMPT} tokens of the given ones, which are not longer than that")
+        raise DataError(f"own texts continue {PROMPT} tokens of a given text, but no given text is longer than that")
     length = max(map(len, given))
     own = own_texts(model, given, count, length=length, seed=seed, advance=advance)
     start = len(batches.ids)

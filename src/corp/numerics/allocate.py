@@ -89,13 +89,13 @@ def allowed_widths(option: Option, number: int = 0) -> list[int]:
     if not (1 <= option.floor <= ceiling <= width and option.multiple >= 1 and priced):
         raise PlanError(
             f"site {number}: floor {option.floor}, ceiling {ceiling}, multiple {option.multiple} and price "
-            f"{option.cost(1):g} do not go with {width} channels; it takes 1 <= floor <= ceiling <= {width}"
+            f"{option.cost(1):g} do not fit {width} channels; they must satisfy 1 <= floor <= ceiling <= {width}"
         )
     first = -(-option.floor // option.multiple) * option.multiple
     choice = [*range(first, ceiling, option.multiple), ceiling]
     possible = [w for w in choice if bool(torch.isfinite(option.errors[w]))]
     if not possible:
-        raise PlanError(f"site {number}: its error is known at no width between {option.floor} and {ceiling}")
+        raise PlanError(f"site {number}: its error is unknown at all widths between {option.floor} and {ceiling}")
     return possible
 
 

@@ -104,7 +104,7 @@ def one_by_one(blocks: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Tenso
         if merged is None:
             merged, sizes, groups = x, x.new_ones(x.shape[:2]), start_groups(x)
         elif x is not given:
-            raise ModelError("merged blocks take what the block before gave, unchanged; use the model without merging")
+            raise ModelError("merged blocks need the unchanged output of the last block; use the model without merging")
         merged, sizes, groups = block(merged, sizes=sizes, groups=groups)
         given = rows(merged, groups)
         return given

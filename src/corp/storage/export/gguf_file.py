@@ -80,7 +80,7 @@ def write_gguf(decoder: Decoder, vocabulary: dict[str, Any], path: Path, *, name
 def require_gguf(quant: str | None) -> None:
     """Refuse an unknown precision, or a Python without the package, before anything is loaded."""
     if quant is not None and quant not in QUANTS:
-        raise StorageError(f"quant={quant!r} is not one of {', '.join(QUANTS)}; llama-quantize makes all others of f16")
+        raise StorageError(f"quant={quant!r} is not one of {', '.join(QUANTS)}; llama-quantize makes others from f16")
     _library()
 
 

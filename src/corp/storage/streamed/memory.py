@@ -37,10 +37,10 @@ class Need(NamedTuple):
     def line(self) -> str:
         """The memory, in one line."""
         return (
-            f"block by block, about {human(self.total)} of memory beside the program: {human(self.resident)} for "
-            f"embeddings and head, {human(self.block)} for a block and its smaller copy, {human(self.sums)} for its "
-            f"statistics and fits, or {human(self.refit)} for its refit, {human(self.batch)} for a batch on its way, "
-            f"{human(LOOSE)} to spare"
+            f"block by block, about {human(self.total)} of memory in addition to the program: {human(self.resident)} "
+            f"for embeddings and head, {human(self.block)} for a block and its smaller copy, {human(self.sums)} for "
+            f"its statistics and fits, or {human(self.refit)} for its refit, {human(self.batch)} for a batch, "
+            f"{human(LOOSE)} in reserve"
         )
 
 

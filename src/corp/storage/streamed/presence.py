@@ -133,7 +133,7 @@ def open_folder(
         kind = dtype or known or _dtype_of(next(iter(held.values())))
         home = torch.device(device)
         return Presence(emptied(model, kind, home), Weights(places, kind, home))
-    raise problem or ModelError(f"{path} names no model")
+    raise problem or ModelError(f"{path} does not name a model")
 
 
 def _shells(folder: Path, keys: list[str]) -> Iterator[tuple[nn.Module, dict[str, str], torch.dtype | None]]:
@@ -153,14 +153,14 @@ def _shells(folder: Path, keys: list[str]) -> Iterator[tuple[nn.Module, dict[str
 def _files(folder: Path) -> list[Path]:
     """The files of the weights: those of the index, the single file, or all."""
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} is no folder with a config.json: models are streamed from one, not by name")
+        raise ModelError(f"{folder} is not a folder with a config.json; models are streamed from a folder, not by name")
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
         names = set(index.get("weight_map", {}).values()) if isinstance(index, dict) else set()
         return [folder / Path(str(name)).name for name in names]
     found = [folder / SINGLE] if (folder / SINGLE).is_file() else list(folder.glob("*.safetensors"))
     if not found:
-        raise ModelError(f"{folder} holds no weights as safetensors, which is what can be streamed")
+        raise ModelError(f"{folder} has no weights as safetensors; other formats cannot be streamed")
     return found
 
 
@@ -177,4 +177,4 @@ def _require_plain(model: nn.Module, folder: Path) -> None:
     tied = tied_names(model)
     in_blocks = [name for name in tied if any(part.isdigit() for part in name.split("."))]
     if in_blocks:
-        raise ModelError(f"{folder}: {in_blocks[0]} is {tied[in_blocks[0]]} as well, so blocks cannot be streamed")
+        raise ModelError(f"{folder}: {in_blocks[0]} is tied to {tied[in_blocks[0]]}, so blocks cannot be streamed")

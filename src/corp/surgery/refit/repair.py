@@ -253,7 +253,7 @@ def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, r
         run_model()
     if not found or not close(found[0], expected, len(blocks)):
         raise ModelError(
-            f"self-check: the refitted model does not end where its refit ended ({last.name}). The model is not "
+            f"self-check: the refitted model does not reproduce its refit ({last.name}). The model is not "
             "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
 
