@@ -275,7 +275,7 @@ def first_ways(claims: Sequence[Claim]) -> list[Site]:
 
 
 def joined(sites: Sequence[Site]) -> list[Site]:
-    """The sites with equal layers for queries and values of one attention, which are narrowed together."""
+    """The sites, with the same layout for queries and values of one attention, which are narrowed together."""
     builds: dict[str, Any] = {s.attention: s.build for s in sites if isinstance(s, AttentionSite)}
     return [
         replace(s, build=builds[s.attention])

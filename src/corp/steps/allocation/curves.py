@@ -108,7 +108,7 @@ def weighted(curves: Mapping[str, Curve], power: float) -> dict[str, Tensor]:
 
 
 def rated(curves: Mapping[str, Curve], rates: Mapping[str, float]) -> dict[str, Tensor]:
-    """Every site's errors in units of the divergence that they cause; errors of a site without a rate count as zero."""
+    """Every site's errors in units of the divergence that they cause; a site without a rate has no errors to scale."""
     return {name: curve.errors * rates.get(name, 1.0) for name, curve in curves.items()}
 
 
