@@ -1,4 +1,4 @@
-"""docs/results.md: our numbers beside the paper's, and what cannot be had here and why."""
+"""docs/results.md: our numbers beside the paper's, and what could not be measured and why."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from corp.report.sweeps import kind
 Read = Callable[[str], Any]
 HEAD = """# The paper's tables and figures, made here
 
-Written by `python -m benchmarks.paper` from `benchmarks/results/paper_*.json`; run it to make this page again. "–" stands for
-what cannot be had here.
+`python -m benchmarks.paper` writes this page from `benchmarks/results/paper_*.json`. "–" marks
+what could not be measured.
 
-What there is here: the weights of DeiT-Tiny (a public dump, not the official file), 1,000 unlabelled photographs to calibrate
-on, 1,000 labelled images to judge by, and two CPU cores. The labelled images are probably from ImageNet's training split,
-so the dense model scores 79.2 % on them where the paper has 72.0 % on the validation set: compare shares of the dense
+Available were the weights of DeiT-Tiny (a public dump, not the official file), 1,000 unlabelled photographs for calibration,
+1,000 labelled images for evaluation, and two CPU cores. The labelled images are probably from ImageNet's training split,
+so the dense model scores 79.2 % on them, while the paper reports 72.0 % on the validation set: compare shares of the dense
 score, not the scores. The standard error of an accuracy here is about 1.5 points.
 
-What there is not: the weights of DeiT-Small to -Huge, ViT-Large and all DINOv2 but Small, ImageNet's validation set, 4,000 calibration
-images, a GPU. So accuracy is Tiny's only; parameters, operations, latency and throughput come from the right shapes with
-random weights, and times are of two CPU cores, not of an RTX 3090.
+Not available were the weights of DeiT-Small to -Huge, of ViT-Large and of all DINOv2 models except Small, ImageNet's validation set, 4,000 calibration
+images and a GPU. So accuracy is measured for Tiny only; parameters, operations, latency and throughput come from the right shapes with
+random weights, and times are those of two CPU cores, not of an RTX 3090.
 
-Our rows are the paper's recipe (`corp.Recipe.paper(...)`, `--preset paper`) unless they name another one. The default recipe does better:
+Our rows use the paper's recipe (`corp.Recipe.paper(...)`, `--preset paper`) unless they name another one. The default recipe is better:
 [past the paper](beyond.md).
 """
 
@@ -74,9 +74,9 @@ def corp_full(read: Read) -> str:
             )
     text = """
 Top-1 (and its share of the dense top-1), parameters and operations at 50 %. The paper's "FLOPs" count the attention products
-of the dense model twice ([benchmarking.md](benchmarking.md) shows why we think so); ours are multiply-adds, counted alike
-before and after. Two cells of the paper cannot be right: "Base, both" repeats the MLP row (58.2 M and 72.0 %), its own
-efficiency table has 51.2 M, which is what removing both leaves."""
+of the dense model twice ([benchmarking.md](benchmarking.md) shows why we think so); ours are multiply-adds, counted in the same way
+before and after. Two cells of the paper cannot be right: "Base, both" repeats the MLP row (58.2 M and 72.0 %), while its own
+efficiency table has 51.2 M, which is the count after removing both."""
     columns = ("DeiT", "top-1 here", "top-1 paper", "M params here", "paper", "GMACs here", "GFLOPs paper")
     return section("Accuracy at 50 % (tab:corp_full)", text, columns, rows)
 
@@ -97,7 +97,7 @@ def curves(read: Read) -> str:
     rows.append(("both, full: share of dense", *(_share(by_case["both", "full", s], found) for s in shares)))
     rows.append(("the same in the paper", *(f"{both[s][0] / both[0.0][0]:.2f}" for s in shares)))
     text = f"""
-DeiT-Tiny, dense {percent(found["dense"]["top1"])} %. The paper draws Large and Huge and gives Tiny's joint curve in its
+DeiT-Tiny, dense {percent(found["dense"]["top1"])} %. The paper's figure shows Large and Huge; Tiny's joint curve is in its
 efficiency table (last row). `corp sweep MODEL --calib DATA --data LABELLED --kinds mlp,attn,both --compensate full,none -o OUT`
 draws it for any model.
 
@@ -118,8 +118,8 @@ def sizes(read: Read) -> str:
         here = (percent(row["top1"]), _share(row, found), f"{row['kl']:.3f}") if row else ("–", "–", "–")
         rows.append((str(size), *here, f"{numbers['Tiny']:.2f}", f"{numbers['Tiny'] / 72.02:.2f}"))
     text = """
-50 % of both, DeiT-Tiny, from one pass over the data (`--calib-sizes 100,500,1000`); there are 1,000 images here. Larger DeiTs:
-no weights."""
+50 % of both, DeiT-Tiny, from one pass over the data (`--calib-sizes 100,500,1000`); there are 1,000 images here. The weights of larger
+DeiTs were not available."""
     columns = ("images", "top-1 here", "share of dense", "KL from dense", "paper, Tiny", "share of dense")
     return section("Calibration size (tab:calib_sweep)", text, columns, rows)
 
@@ -133,8 +133,8 @@ def rankings(read: Read) -> str:
         for name in names
     ]
     text = """
-50 % of both, DeiT-Tiny: top-1 % (KL from dense). Attention has one ranking; the names are those of the MLP's. The paper shows
-a figure without numbers; its two findings hold here: compensation matters more than the ranking, and combined is at the top.
+50 % of both, DeiT-Tiny: top-1 % (KL from dense). Attention has one ranking; the names are those of the MLP's rankings. The paper shows
+a figure without numbers; its two findings hold here: compensation matters more than the ranking, and combined is among the best.
 
 ![rankings](figures/rankings-ranking.svg)"""
     return section("Ranking ablation (fig:ranking_ablation)", text, ("ranking", "no compensation", "compensated"), rows)
@@ -148,8 +148,8 @@ def presets(read: Read) -> str:
     rows = [(label, *(percent(cells[name, s]["top1"]) for s in shares)) for name, label in names.items()]
     text = f"""
 MLP channels only, DeiT-Tiny, dense {percent(found["dense"]["top1"])} %, the same statistics for all three; each is a preset of
-the same pipeline, without fine-tuning. Here GRAIL's way (uncentred ridge, ranking by E[x²]^½·‖W‖) is ahead of the paper's recipe by 1 to 4
-points (standard error 1.5); `rank="exact"`, which is not the paper's, is ahead of both: 73.0 at 30 %, 60.5 at 50 %. The paper at 50 % on DeiT-Base: CORP 72.0, GRAIL 68.6, VBP 66.4. More peers, equal
+the same pipeline, without fine-tuning. Here GRAIL's method (uncentred ridge, ranking by E[x²]^½·‖W‖) is ahead of the paper's recipe by 1 to 4
+points (standard error 1.5); `rank="exact"`, which is not in the paper, is ahead of both: 73.0 at 30 %, 60.5 at 50 %. The paper at 50 % on DeiT-Base: CORP 72.0, GRAIL 68.6, VBP 66.4. More peers, equal
 MACs (fig:deit_full_benchmark) and Torch-Pruning: [benchmarks/results/peers.md](../benchmarks/results/peers.md).
 
 ![presets](figures/presets-sparsity.svg)"""
@@ -167,8 +167,8 @@ def quoted() -> str:
     )
     return f"""## SNOWS and DC-ViT: quoted from the paper, not run here (tab:snows_grail, tab:dcvit_compare)
 
-Both need other machinery (2:4 sparse kernels; fine-tuning by feature mimicking) and weights of ViT-Large and ViT-Base that are
-not here. The numbers are the paper's.
+Both need other methods (2:4 sparse kernels; fine-tuning by feature mimicking) and weights of ViT-Large and ViT-Base that were
+not available. The numbers are the paper's.
 
 {snows}
 
@@ -200,9 +200,9 @@ def efficiency(read: Read) -> str:
     batches = ", ".join(f"{size} {found['batch']}" for size, found in speed["models"].items() if found["batch"] > 1)
     text = f"""
 Both removed. Parameter counts equal the paper's in all 40 cells ([params.md](../benchmarks/results/params.md)). Speed-ups are
-ratios to the dense model, medians of interleaved rounds with the interval that holds the median in 95 % of cases;
-{speed["threads"]} CPU threads, float32, batch for throughput: {batches}. The paper's are of an RTX 3090, so the two columns tell
-about two machines. At batch 1 the paper's DeiT-T, -S and -B get slower at every sparsity; here none does beyond the noise
+ratios to the dense model, medians of interleaved rounds with the interval that contains the median in 95 % of cases;
+{speed["threads"]} CPU threads, float32, batch for throughput: {batches}. The paper's are from an RTX 3090, so the two columns
+describe two machines. At batch 1 the paper's DeiT-T, -S and -B get slower at every sparsity; here none does beyond the noise
 (1.00 within its interval), and from 40 % on all are faster."""
     columns = (
         "DeiT, removed", "M params", "GMACs", "GFLOPs paper", "ideal ×", "latency × here", "paper", "throughput × here", "paper",
@@ -230,8 +230,8 @@ def runtime(read: Read) -> str:
         rows.append((size, *here, f"{1e3 * calibrate / 4000:.0f}", f"{rank:.2f}", f"{compensate:.2f}"))
     text = """
 Calibration in milliseconds per image (all tokens; the paper's seconds are for 4,000 images), ranking and compensation in
-seconds, 50 % of both, random weights. Two CPU cores here, an RTX 3090 there: that the CPU needs only a few times as long
-is the one-pass calibration, which costs about two forward passes where the paper's cost about sixty. Large and Huge take the same code but not a
+seconds, 50 % of both, random weights. Ours are from two CPU cores, the paper's from an RTX 3090. The CPU needs only a few times as long
+because the one-pass calibration costs about two forward passes, and the paper's about sixty. Large and Huge would run the same code, but not in
 reasonable time on two cores."""
     columns = ("DeiT", "ms/image", "rank", "compensate", "rank + compensate", "paper: ms/image", "rank", "compensate")
     return section("Runtime (tab:runtime)", text, columns, rows)
@@ -247,7 +247,7 @@ def redundancy(read: Read) -> str:
         rows.append((row["site"], *here, *more, f"{rank:.3f}", f"{k95:.3f}", f"{sparsity:.2f}"))
     text = """
 DeiT-Tiny here (width 768), DeiT-Base in the paper (width 3,072): a narrower model has less to spare, in every layer.
-`corp analyze MODEL --calib DATA` makes the table for any model, with the same for queries and keys."""
+`corp analyze MODEL --calib DATA` makes the table for any model, also for queries and keys."""
     columns = (
         "layer", "width", "effective rank ratio", "k95 by channels", "k95 by eigenvalues", "sparsity",
         "paper, Base: rank ratio", "k95", "sparsity",
@@ -262,12 +262,12 @@ def dinov2(read: Read) -> str:
         for size, (_, before, after) in paper.DINOV2.items()
     ]
     text = """
-NYU Depth and ADE20K are not here, so the paper's RMSE, δ1 and mIoU cannot be compared. A DINOv2-S (from a public package, not the
-official file) and CamVid's labelled street scenes are: [dense prediction](dense.md#what-limits-it) has the mIoU of pruned backbones
-under heads that stay as they are, and `python -m benchmarks.dinov2` makes the whole experiment.
+NYU Depth and ADE20K were not available, so the paper's RMSE, δ1 and mIoU cannot be compared. A DINOv2-S (from a public package, not the
+official file) and CamVid's labelled street scenes were: [dense prediction](dense.md#what-limits-it) has the mIoU of pruned backbones
+under unchanged heads, and `python -m benchmarks.dinov2` runs the whole experiment.
 At 0.617 of the MACs merged tokens keep 98.5 % of the dense mIoU, widths alone 90.7 % (head on the last block; 98.8 and 93.1 % on the last four).
-Parameters (million): removing 50 % of MLP and Q/K leaves less than the paper prints. What the paper removed from each of the four is
-0.84 times as much, which would be 42 % of both; it says 50 %."""
+Parameters (million): removing 50 % of MLP and Q/K leaves fewer than the paper reports. From each of the four models the paper removed
+0.84 times as many, which corresponds to 42 % of both, although it says 50 %."""
     return section("DINOv2 (tab:dinov2_results)", text, ("DINOv2", "here", "paper"), rows)
 
 
@@ -281,13 +281,13 @@ def language(read: Read) -> str:
         here = f"{row['params'] / 1e9:.3f}", f"{row['twice'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"
         rows.append((name, *here[:2], params, here[2], flops, perplexity))
     text = """
-OPT's weights cannot be had here, so the perplexities are the paper's; the experiment is one command for whoever has them
+OPT's weights were not available, so the perplexities are the paper's; with the weights, the experiment is one command
 ([language.md](language.md)), and a small OPT, MiniLM and a Llama of stories are measured in
 [benchmarks/results/language.md](../benchmarks/results/language.md). Parameters in billions at 30 %, TFLOPs of 2,048 tokens. The paper
 counts the tied output embedding twice (the model has 1.316 B parameters, not 1.42).
 
-Its MLP row is what removing 30 % of the MLP channels gives. Its attention row is not what removing 30 % of Q/K gives (1.36 B, 5.83
-TFLOPs): it is what removing 9 of the 32 heads whole gives (queries, keys, values and their output columns; or 18 of the 64
-dimensions of all four in every head), in parameters and in operations; 9 is 0.3 · 32 rounded down. "Both" is that and the MLP."""
+Its MLP row equals the result of removing 30 % of the MLP channels. Its attention row does not equal that of removing 30 % of Q/K (1.36 B, 5.83
+TFLOPs). It equals, in parameters and in operations, that of removing 9 of the 32 heads entirely (queries, keys, values and their output columns; or 18 of the 64
+dimensions of all four in every head); 9 is 0.3 · 32 rounded down. "Both" is that and the MLP."""
     columns = ("removed", "B params here", "embedding twice", "paper", "TFLOPs here", "paper", "perplexity, paper")
     return section("OPT-1.3B (tab:opt_efficiency)", text, columns, rows)

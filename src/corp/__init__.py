@@ -7,7 +7,7 @@ from corp.adapters import torchvision_import
 
 __version__ = "0.2.0"
 
-torchvision_import.watch()  # before anything imports timm or torchvision, the user's own next line included
+torchvision_import.watch()  # before anything imports timm or torchvision, including the user's own code
 
 if TYPE_CHECKING:
     from corp.adapters.registry import find_sites as find_sites

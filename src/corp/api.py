@@ -1,4 +1,4 @@
-"""calibrate, plan, apply, repair, and prune, which is those in a row: each verb reads as its steps."""
+"""calibrate, plan, apply, repair, and prune, which runs them in sequence: each function reads as its steps."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def calibrate(
 ) -> Statistics:
     """Run the dense model over `batches` and return the sums that every later decision needs.
 
-    A batch is a tensor (model(x)), a dict (model(**x)), or a tuple or list of which only the first element
-    is used; anything else goes through forward(model, batch). Nothing of the data itself is kept.
+    A batch is a tensor (model(x)), a dict (model(**x)), or a tuple or list whose first element is used; anything else
+    goes through forward(model, batch). The data itself is not stored.
 
-    With `out` the sums go to that folder: a killed run continues when called again, and sums larger than memory
-    are taken in several passes (`batches` must then be iterable more than once). Under torch.distributed every
-    process takes its share of the batches. `settings` says how many tokens, how much memory; `origin` is a
-    record of where model and data came from.
+    With `out` the sums are written to that folder: a killed run continues when called again, and sums larger than
+    memory are collected in several passes (`batches` must then be iterable more than once). Under torch.distributed
+    every process takes its share of the batches. `settings` limits tokens and memory; `origin` records where model and
+    data came from.
     """
     run = Run(batches, forward, settings, origin, observer or SILENT)
     return run_calibration(Dense.of(model, None, run), run, out=out)
@@ -69,8 +69,8 @@ def plan(
 ) -> Plan:
     """Choose what every site keeps and predict the cost, from statistics alone; the model is not changed.
 
-    The fits run on `device`, by default where each site's weights are: in float64 if the device has it at speed, else
-    in float32 with refinement, and on the CPU if it cannot solve.
+    The fits run on `device`, by default where each site's weights are: in float64 if the device is fast at it,
+    otherwise in float32 with refinement, and on the CPU if the device cannot solve them.
     """
     dense = Dense.of(model).covered(stats)
     require_prunable(dense.sites, recipe)
@@ -86,7 +86,7 @@ def plan(
 def apply(model: nn.Module, stats: Statistics, plan: Plan, *, device: torch.device | str | None = None) -> Result:
     """Return a smaller copy of `model` by the plan, with the compensation folded in; `model` is not changed.
 
-    Folds that the plan does not hold are computed on `device`, as in `plan`.
+    Folds that the plan does not contain are computed on `device`, as in `plan`.
     """
     dense = Dense.of(model)
     dense.require({"statistics": stats.weights, "plan": plan.weights})
@@ -104,11 +104,11 @@ def repair(
     device: torch.device | str | None = None,
     observer: Observer | None = None,
 ) -> Result:
-    """Refit the layers of a pruned model in order, so that later ones repair the errors of earlier ones.
+    """Refit the layers of a pruned model in order, so that later ones correct the errors of earlier ones.
 
-    `model` is the dense one. Widths stay as they are; layers that were not pruned are refitted too, unless the
-    recipe skips them. Costs in the plan remain those of each site alone, on the dense model's inputs. The model runs
-    where it is; its systems are solved on `device`, as in `plan`.
+    `model` is the dense one. Widths do not change; layers that were not pruned are refitted too, unless the recipe
+    skips them. Errors in the plan remain those of each site alone, on the dense model's inputs. The model runs on its
+    own device; systems are solved on `device`, as in `plan`.
     """
     recipe = replace(result.plan.recipe if recipe is None else recipe, sequential=True)
     dense = Dense.of(model)
@@ -135,12 +135,12 @@ def prune(
     """Calibrate, choose widths, plan, apply and refit: a smaller model that computes almost the same function.
 
     `batches`, `forward`, `settings` and `origin` are those of `calibrate`. With `stats` of an earlier calibration on
-    the same data, `batches` only serve trials and the refit, and may be None. The fits run on `device`, as in `plan`;
-    the model runs where it is. `progress` shows bars in a terminal or
-    a notebook; an `observer` receives every stage instead.
+    the same data, `batches` are used only for trials and the refit, and may be None. The fits run on `device`, as in
+    `plan`; the model runs on its own device. `progress` shows bars in a terminal or a notebook; an `observer` receives
+    every stage instead.
 
-    Where the recipe leaves widths to be measured (min_agreement; a target under allocate="gain"), models are tried on
-    batches that calibration held out, and the final fit uses all of them.
+    If the recipe leaves widths to be found (min_agreement; a target under allocate="gain"), models are tried on
+    batches that are held out of calibration, and the final fit uses all batches.
 
     >>> import corp
     >>> from corp.data import digits

@@ -1,4 +1,4 @@
-"""What can go wrong, in a few kinds. Every message says the fact, the numbers and the remedy."""
+"""The exception classes. Every message states the fact, the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class CorpError(Exception):
 
 
 class RecipeError(CorpError, ValueError):
-    """The recipe is invalid for any model (checked when it is made)."""
+    """The recipe is invalid for any model (checked when it is created)."""
 
 
 class ModelError(CorpError):

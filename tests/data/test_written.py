@@ -76,7 +76,7 @@ def test_given_texts_that_are_too_short_to_go_on_from_are_kept_but_not_continued
 def test_what_cannot_write_is_refused() -> None:
     with pytest.raises(ModelError, match="does not generate text"):
         written.own_texts(build("vit"), [torch.arange(40)], 2, length=20)
-    with pytest.raises(DataError, match="begin with 8 tokens"):
+    with pytest.raises(DataError, match="continue 8 tokens"):
         written.with_own_texts(decoders.build("llama"), given(length=8), 2)
 
 

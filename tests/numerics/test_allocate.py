@@ -95,7 +95,7 @@ def test_impossible_wishes_say_what_to_do() -> None:
     with pytest.raises(PlanError, match=r"site 1: floor 7"):
         allocate.share([Option(curve, 1.0), Option(curve, 1.0, 7)], 5.0)
     unknown = torch.full((3,), torch.inf, dtype=torch.float64)
-    with pytest.raises(PlanError, match=r"known at no width between 1 and 2"):
+    with pytest.raises(PlanError, match=r"unknown at all widths between 1 and 2"):
         allocate.share([Option(unknown, 1.0)], 5.0)
 
 

@@ -1,4 +1,4 @@
-"""Library to sites: a model comes in, a `Sites` list that points at its layers goes out. Adapters never compute.
+"""From a library's model to sites: takes a model, returns `Sites` that point to its layers. Adapters never compute.
 
-Only steps, api and the packages above it import it; timm and transformers are imported by the adapter that was chosen.
+Only steps, api and the packages above them import it; only the chosen adapter imports timm or transformers.
 """

@@ -1,4 +1,4 @@
-"""Every layer of a model accounted for: pruned, refused with the reason, or outside of what pruning means."""
+"""An account of every layer of a model: pruned, refused with the reason, or outside the scope of pruning."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SMALL = 4096  # parameters up to which a matrix in a block needs no reason
 
 
 def account(model: nn.Module, sites: Sequence[Site], refused: Sequence[Refusal]) -> tuple[Layer, ...]:
-    """One entry for every module that has parameters of its own."""
+    """One entry for every module with its own parameters."""
     pruned = {name for site in sites for name in layers_of(site)}
     attentions = [module_of(site) for site in sites if site.kind != "mlp"]
     attentions += [refusal.name for refusal in refused if refusal.kind == "attn"]
-    blocks = tuple(filter(None, lone_blocks(attentions)))  # a whole model that is one block has a head of its own
+    blocks = tuple(filter(None, lone_blocks(attentions)))  # a whole model is not a block: it has a head
     found = []
     for name, module in model.named_modules():
         params = sum(p.numel() for p in module.parameters(recurse=False))
@@ -44,7 +44,7 @@ def _state(
 
 
 def _inside(name: str, module: nn.Module, blocks: tuple[str, ...]) -> bool:
-    """Whether a layer is in a block; a numbered module with parameters of its own is one."""
+    """Whether a layer is in a block; a numbered module with its own parameters is a block."""
     if in_block(name) or (is_linear(module) and name.startswith(blocks)):
         return True
     return not type(module).__module__.startswith("torch.nn") and in_block(f"{name}.x")

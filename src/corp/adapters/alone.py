@@ -1,7 +1,7 @@
-"""Modules of a model tried out alone, on random tokens: what no input of the whole model has shown.
+"""Modules of a model tested alone, on random tokens, if no input of the whole model has verified them.
 
-A user's own model says nothing about its inputs, but its attentions and MLPs often take a sequence and nothing else.
-Only what holds is used: a module that is called otherwise in its model may fail here for reasons of its own.
+A custom model does not describe its inputs, but its attentions and MLPs often take only a sequence. Only successful
+tests count: a module that its model calls in another way may fail here for other reasons.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from corp.calibration.hooks import block_of
 from corp.sites import Refusal, Site, is_pointwise, layers_of
 
 SHAPE = (3, 7)  # samples and tokens
-# What a module may take besides the sequence without computing something else where it is not given.
+# Arguments besides the sequence that a module may have, and that change nothing if they are not given.
 _HARMLESS = re.compile(r"mask|return|need|output|causal|cache|past|drop|train", re.IGNORECASE)
 
 
 @dataclass
 class Found:
-    """Sites in the order of the model, what was refused, and the names of sites that were tried out."""
+    """Sites in the order of the model, what was refused, and the names of verified sites."""
 
     sites: list[Site] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Found:
 
 
 def try_alone(model: nn.Module, claims: list[Claim], fixed: list[Site], found: Found) -> tuple[list[Claim], list[Site]]:
-    """Prove what holds in modules that run alone, then in such blocks; returns the claims and sites that are left."""
+    """Verify sites in modules that run alone, then in such blocks; returns the remaining claims and sites."""
     failed: set[type] = set()
     homes = dict.fromkeys([*(claim.parts.name for claim in claims), *map(home_of, fixed)])
     for home in (*homes, *dict.fromkeys(filter(None, map(block_of, homes)))):
@@ -61,14 +61,14 @@ def try_alone(model: nn.Module, claims: list[Claim], fixed: list[Site], found: F
 
 
 def home_of(site: Site) -> str:
-    """The smallest module that holds all layers of a site."""
+    """The smallest module that contains all layers of a site."""
     homes = [name.split(".")[:-1] for name in layers_of(site)]
     same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*homes, strict=False))
     return ".".join(parts[0] for parts in same)
 
 
 def takes_tokens(module: Any) -> bool:
-    """Whether a module's forward takes one tensor, and besides it only what may be left out or be None."""
+    """Whether a module's forward takes one tensor, and otherwise only arguments that are optional or may be None."""
     taken = list(inspect.signature(module.forward).parameters.values())
     if not taken or taken[0].default is not taken[0].empty or taken[0].kind is taken[0].VAR_POSITIONAL:
         return False
@@ -76,13 +76,13 @@ def takes_tokens(module: Any) -> bool:
 
 
 def _nothing_else(module: Any) -> dict[str, None]:
-    """None for everything besides the sequence that must be given."""
+    """None for every required argument besides the sequence."""
     taken = list(inspect.signature(module.forward).parameters.values())[1:]
     return {p.name: None for p in taken if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
 def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed: Sequence[Site]) -> list[Site]:
-    """The sites that hold while the module runs alone."""
+    """The sites that are verified while the module runs alone."""
     if not claims and not fixed:
         return []
     first = next(layer for layer in module.modules() if is_linear(layer) or is_pointwise(layer))
@@ -91,19 +91,19 @@ def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         outcome = settle(model, lambda: module(x, **_nothing_else(module)), claims, fixed, readings=True)
-    except Exception:  # it takes something else: nothing is said
+    except Exception:  # it takes something else: undecided
         return []
     return [site for site in outcome.sites if site.name in outcome.proven]
 
 
 def _positions(first: Any) -> tuple[int, ...]:
-    """The shape of a small map that a convolution takes."""
+    """The spatial shape of a small input for a convolution."""
     samples, side = SHAPE
     return samples, in_features(first), *(side for _ in first.kernel_size)
 
 
 def _without(claim: Claim, places: set[tuple[str, str]]) -> Claim:
-    """What of a claim is still open."""
+    """The part of a claim that is still open."""
     qk = tuple(site for site in claim.qk if (site.name, site.kind) not in places)
     vo = tuple(site for site in claim.vo if (site.name, site.kind) not in places)
     return replace(claim, qk=qk, vo=vo)

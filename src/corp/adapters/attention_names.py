@@ -1,4 +1,4 @@
-"""Attentions found by what their linear layers are called, in any library."""
+"""Attentions found by the names of their linear layers, in any library."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PARTS = {
         "qk": "qk|query_key",
     }.items()
 }
-_PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape says so
+_PACKED = re.compile(r"(?:c_attn|in_proj|attn)$")  # three equal parts, if the shape allows it
 OUTPUT = re.compile(r"(?:o|wo|w_o|out|proj|dense|c_proj|o_proj|out_proj|out_lin|linear_out|to_out|output|fc_o|proj_out|"
                   r"merge|projection|projection_layer|attention_out|out_projection|output_proj|output_projection|final_linear|"
                   r"output_dense|post_proj)"
                   r"(?:\.0|\.dense|\.proj)?$", re.IGNORECASE)  # fmt: skip
-_BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside of the attention module
+_BESIDE = ("output.dense", "output", "out_proj", "o_proj", "proj", "dense", "out")  # outside the attention module
 CROSS = re.compile(r"cross|encoder_attn|EncDec|encoder_attention|encoder_decoder|enc_attn", re.IGNORECASE)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "num_head", "nhead", "attention_heads")
 SIZES = ("head_dim", "dim_head", "d_head", "head_size", "dim_per_head", "attention_head_size", "d_k", "head_width")
@@ -38,7 +38,7 @@ SIZES = ("head_dim", "dim_head", "d_head", "head_size", "dim_per_head", "attenti
 
 @dataclass(frozen=True)
 class Parts:
-    """An attention module's linear layers: (path below it, letters it makes) and its output projection's full name."""
+    """An attention module's linear layers, (path below it, letters of outputs), and its output projection's name."""
 
     name: str
     makers: tuple[tuple[str, str], ...]
@@ -49,12 +49,12 @@ class Parts:
 
 
 def is_vague(parts: Parts) -> bool:
-    """Whether one layer makes all, under a name that other things have too (`in_proj`, `attn`)."""
+    """Whether a single layer makes all of q, k and v, under a name that other things have too (`in_proj`, `attn`)."""
     return len(parts.makers) == 1 and _PACKED.match(parts.makers[0][0]) is not None
 
 
 def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
-    """Modules that make queries, keys and values, each once, of layers that no other site has taken."""
+    """Modules that compute queries, keys and values, each once, from layers that belong to no other site."""
     for name, module in model.named_modules():
         parts = _parts(model, name, module)
         if parts is not None and not taken & {parts.full(path) for path, _ in parts.makers}:
@@ -90,7 +90,7 @@ def _listed(module: nn.Module) -> list[str]:
 
 
 def wrapped(model: nn.Module) -> Iterator[Refusal]:
-    """Attentions whose queries, keys or values are made by something else than a linear layer (LoRA, a convolution)."""
+    """Attentions whose queries, keys or values do not come from a linear layer (but from LoRA, a convolution)."""
     for name, module in model.named_modules():
         if _parts(model, name, module) is not None:
             continue
@@ -108,12 +108,12 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _near(path: str) -> bool:
-    """A child, or the only layer of a wrapper around it (to_out.0, output.dense)."""
+    """Whether the path is a child, or the only layer of a wrapper around it (to_out.0, output.dense)."""
     return path.count(".") == 0 or (path.count(".") == 1 and path.endswith((".0", ".dense", ".proj", ".linear")))
 
 
 def letters_of(path: str) -> str:
-    """What comes out of a layer of this name: some of q, k and v in order, or nothing that is known."""
+    """The outputs of a layer of this name: some of q, k and v in order, or nothing if unknown."""
     for letters, pattern in _PARTS.items():
         if pattern.match(path):
             return letters
@@ -121,7 +121,7 @@ def letters_of(path: str) -> str:
 
 
 def _beside(model: nn.Module, name: str) -> str | None:
-    """The output projection of an attention that does not hold it (BERT: attention.self, attention.output.dense)."""
+    """The output projection outside the attention's module (BERT: attention.self, attention.output.dense)."""
     parent = name.rpartition(".")[0]
     for path in _BESIDE:
         full = f"{parent}.{path}" if parent else path

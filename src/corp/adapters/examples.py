@@ -1,4 +1,4 @@
-"""Small inputs made from a model itself, so that claims about it can be tried out before there are data."""
+"""Small inputs made from a model itself, so that claims about it can be verified without data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 TOKENS, WAVE = 12, 4000
-SIDE = 64  # of an image for models that take any size (SegFormer)
+SIDE = 64  # of an image, for models that accept any size (SegFormer)
 
 
 def examples(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """(module, batch) for the model and for models inside it: every tower of a larger one can be run alone."""
+    """(module, batch) for the model and for models inside it, because every tower of a larger one can run alone."""
     for module in model.modules():
         for batch in candidates(module):
             if batch is not None and len(batch):
@@ -22,7 +22,7 @@ def examples(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def candidates(module: Any) -> list[Any]:
-    """Small random batches for a model of timm, torchvision or transformers, of which it may take the first or none."""
+    """Small random batches for a model of timm, torchvision or transformers; it may accept some of them or none."""
     config = getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None)
     if isinstance(config, dict) or hasattr(config, "input_size"):
         return [image_like(module, config)]
@@ -53,12 +53,12 @@ def _varied(model: Any, whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         length = getattr(config, "max_length", 32)
         made.append({"input_values": torch.randn(1, length, config.num_mel_bins, generator=_draw())})
     vision = getattr(config, "vision_config", None) or config
-    if "spatial_shapes" in takes and hasattr(vision, "patch_size"):  # SigLIP 2: patches in a row, and their grid
+    if "spatial_shapes" in takes and hasattr(vision, "patch_size"):  # SigLIP 2: a sequence of patches, and their grid
         numbers = getattr(vision, "num_channels", 3) * vision.patch_size**2
         row = torch.randn(1, 4, numbers, generator=_draw())
         shapes = {"pixel_attention_mask": torch.ones(1, 4), "spatial_shapes": torch.tensor([[2, 2]])}
         made.append({**whole, "pixel_values": row, **shapes})
-    if "grid_thw" in takes and hasattr(vision, "patch_size"):  # Qwen2-VL's tower and its kin
+    if "grid_thw" in takes and hasattr(vision, "patch_size"):  # Qwen2-VL's tower and similar
         channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
         numbers = int(channels or 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         made.append(
@@ -72,7 +72,7 @@ def _draw() -> torch.Generator:
 
 
 def image_like(module: Any, config: Any, samples: int = 1) -> Tensor:
-    """Images of the size that the patches were made for, or that the config names, with the model's channels."""
+    """Images of the size that the patches or the config prescribe, with the model's channels."""
     size = getattr(getattr(module, "patch_embed", None), "img_size", None)
     channels, height, width = config["input_size"] if isinstance(config, dict) else config.input_size
     channels = next((layer.in_channels for layer in module.modules() if isinstance(layer, nn.Conv2d)), channels)
@@ -86,7 +86,7 @@ def inputs(model: Any) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
     text, vision = (getattr(config, name, None) or config for name in ("text_config", "vision_config"))
     draw = _draw()
-    size = 1 if getattr(config, "pad_token_id", None) is None else 2  # classifiers want padding for more than one
+    size = 1 if getattr(config, "pad_token_id", None) is None else 2  # classifiers need padding for more than one
     made: dict[str, Tensor] = {}
     some = SIDE if getattr(model, "main_input_name", None) == "pixel_values" else None
     if "pixel_values" in takes and (side := getattr(vision, "image_size", some)):

@@ -1,4 +1,4 @@
-"""How the heads of an attention lie in its linear layers, by their shapes."""
+"""How the heads of an attention are arranged in its linear layers, by their shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layout: TypeAlias = tuple[int, int, dict[str, Rows]]
 
 
 def head_rows(model: nn.Module, parts: Parts) -> list[Layout]:
-    """(heads, key heads, rows of q, k and v) in every way that the shapes allow, the likeliest first."""
+    """All layouts (heads, key heads, rows of q, k and v) that the shapes allow, the likeliest first."""
     module: Any = model.get_submodule(parts.name)
     sizes = {letters: out_features(module.get_submodule(path)) for path, letters in parts.makers}
     paths = {letters: parts.full(path) for path, letters in parts.makers}
@@ -30,9 +30,9 @@ def head_rows(model: nn.Module, parts: Parts) -> list[Layout]:
 
 
 def head_counts(module: Any, width: int = 0) -> list[int]:
-    """How many heads may share `width` dimensions (0: unknown).
+    """The possible numbers of heads that share `width` dimensions (0: unknown).
 
-    It stands under one of the usual names, or the size of a head does; a module that keeps neither may be one head.
+    The module has their number or their size under one of the usual names; a module with neither may be one head.
     """
     config = ("encoder_attention_heads", "decoder_attention_heads") if hasattr(module, "config") else ()
     named = number_of(module, (*HEADS, *config), lambda n: width % n == 0)
@@ -43,7 +43,7 @@ def head_counts(module: Any, width: int = 0) -> list[int]:
 
 
 def _apart(paths: dict[str, str], sizes: dict[str, int], q_rows: int, heads: int) -> list[Layout]:
-    """The layout of queries, keys and values that at least two layers make."""
+    """The layout of queries, keys and values that come from at least two layers."""
     d = q_rows // heads
     kv = sizes.get("k", q_rows if "qk" in sizes else sizes.get("kv", 0) // 2)
     if kv % d:
@@ -74,7 +74,7 @@ def _packed(module: Any, path: str, total: int, heads: int) -> list[Layout]:
 
 
 def _orders(path: str, heads: int, groups: int, d: int) -> list[Layout]:
-    """All q, all k, all v; or those of every (group of) head(s) in turn; or those of every dimension in turn."""
+    """Layouts with all q, all k, all v; or q, k, v of each head or group in turn; or of each dimension in turn."""
     total, shared = (heads + 2 * groups) * d, heads // groups
     bounds = {"q": (0, heads * d), "k": (heads * d, (heads + groups) * d), "v": ((heads + groups) * d, total)}
     ways = [{letter: Rows(path, *bound) for letter, bound in bounds.items()}]

@@ -19,13 +19,13 @@ from corp.errors import ModelError
 from corp.sites import Finding
 
 FAMILIES = {family.path: family for family in (*hf_text.FAMILIES, *hf_vision.FAMILIES, *hf_rotary.FAMILIES)}
-KERNELS = ("eager", "sdpa")  # others are a matter of the machine that runs it, not of the model
+KERNELS = ("eager", "sdpa")  # others depend on the machine that runs it, not on the model
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
-MOST_LAYERS = 1000  # a stranger's config must not build for hours
+MOST_LAYERS = 1000  # an untrusted config must not take hours to build
 
 
 def find(model: nn.Module) -> list[Finding] | None:
-    """What the tables know; structure shows the rest of any model of transformers."""
+    """What the tables know; the rest of any transformers model is found by structure."""
     if not isinstance(model, PreTrainedModel):
         return None
     found = list(find_in(model, FAMILIES))
@@ -33,11 +33,11 @@ def find(model: nn.Module) -> list[Finding] | None:
 
 
 def identify(model: nn.Module) -> dict[str, Any] | None:
-    """Class and config of a model of transformers' own."""
+    """Class and config of a model whose class is part of transformers."""
     if not isinstance(model, PreTrainedModel) or getattr(transformers, type(model).__name__, None) is not type(model):
         return None
     config = model.config.to_dict()
-    for key in ("_name_or_path", "auto_map"):  # where it lay, and code beside it: neither is the architecture
+    for key in ("_name_or_path", "auto_map"):  # its location and code beside it, not the architecture
         config.pop(key, None)
     kernel = model.config._attn_implementation
     generation = getattr(model, "generation_config", None)
@@ -55,7 +55,7 @@ def identify(model: nn.Module) -> dict[str, Any] | None:
 
 
 def rebuild(identity: dict[str, Any]) -> nn.Module:
-    """The architecture without weights. `identity` may come from a stranger's file: only known classes are built."""
+    """The architecture without weights. `identity` may come from an untrusted file: only known classes are built."""
     name, raw, kernel = identity.get("class"), identity.get("config"), identity.get("attention")
     cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not _prunable(cls):
@@ -77,7 +77,7 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
                 parameter.zero_()
         if isinstance(generation := identity.get("generation"), dict):
             model.generation_config = GenerationConfig.from_dict(generation)
-    except Exception as error:  # the library's own complaints about values, of many kinds
+    except Exception as error:  # the library's own errors about values, of many kinds
         saved = identity.get("transformers")
         raise ModelError(
             f"transformers {transformers.__version__} cannot build {name} as saved (with {saved}): {error}"
@@ -87,7 +87,7 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
 
 
 def _other_kernels(config: Any) -> dict[str, str]:
-    """The kernels of parts of a model, by the path of their configs, where they differ from that of the whole."""
+    """The kernels of parts of a model, by the path of their configs, if they differ from that of the whole."""
     kernels = {path: part._attn_implementation for path, part in _parts(config)}
     return {path: one for path, one in kernels.items() if one in KERNELS and one != config._attn_implementation}
 

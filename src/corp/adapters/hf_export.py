@@ -22,9 +22,9 @@ from corp.adapters.hf_models import PREPROCESSING_FILES, TOKENIZER_FILES, quiet
 from corp.adapters.registry import Library, find_sites
 from corp.errors import ModelError, StorageError
 
-# What configs call the width of their MLPs. Which of them does what in a given model is found by trying.
+# Names of the MLP width in configs. Their effect in a given model is found by trial.
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim")
-RATIO = "mlp_ratio"  # of the width to the model's, a whole number (DINOv2)
+RATIO = "mlp_ratio"  # ratio of the MLP's width to the model's, a whole number (DINOv2)
 BIASES = ("mlp_bias", "enable_bias")
 COMPANIONS = (
     *TOKENIZER_FILES,
@@ -37,9 +37,9 @@ HF = "hf:"
 
 
 def resize(identity: dict[str, Any], widths: dict[str, int], biases: bool) -> dict[str, Any]:
-    """The config of the model with these MLP widths, and biases in its MLPs where it can have them."""
+    """The config of the model with these MLP widths, and biases in its MLPs if it supports them."""
     dense, made = _widths(identity), copy.deepcopy(identity)
-    widths = {**dense, **widths}  # what was refused when it was tried out keeps its width
+    widths = {**dense, **widths}  # MLPs that were refused keep their width
     for place, key in _fields(made["config"], (*WIDTHS, RATIO)):
         governed = _governed(made, place, key)
         wanted = {widths[site] for site in governed}
@@ -67,7 +67,7 @@ def resize_heads(
 ) -> tuple[dict[str, Any], float] | None:
     """The config of the model with heads of this width, if its attention reads `head_dim` (ViT, Llama).
 
-    Rotary heads also need the parameters `rope` of the pairs that are left.
+    Rotary heads also need the parameters `rope` of the kept pairs.
     """
     made = copy.deepcopy(identity)
     made["config"]["head_dim"] = width
@@ -81,13 +81,13 @@ def resize_heads(
     widths = {site.width for site in narrow.attention} | {site.width for site in narrow.values}
     if widths != {width} or any(bool(site.rotary) != (rope is not None) for site in narrow.attention):
         return None
-    # A pruned model keeps the dense one's scale. Sites without positions do not say theirs: it is head_dim^-1/2.
+    # A pruned model keeps the dense one's scale. Sites without positions do not record theirs: it is head_dim^-1/2.
     before, after = dense.attention[0], narrow.attention[0]
     return made, before.scale / after.scale if rope else math.sqrt(width / before.width)
 
 
 def _fields(config: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where such a name stands in a config or in the configs inside it."""
+    """The occurrences of such a name in a config or in the configs inside it."""
     for key, value in list(config.items()):
         if isinstance(value, dict):
             yield from _fields(value, names)
@@ -96,7 +96,7 @@ def _fields(config: dict[str, Any], names: tuple[str, ...]) -> Iterator[tuple[di
 
 
 def _governed(identity: dict[str, Any], place: dict[str, Any], key: str) -> list[str]:
-    """The MLPs whose width changes with the field: a config may hold some that nothing reads."""
+    """The MLPs whose width changes with the field; a config may have fields that nothing reads."""
     old = place[key]
     if isinstance(old, bool) or not isinstance(old, int | None) or (key == RATIO and old is None):
         return []
@@ -104,7 +104,7 @@ def _governed(identity: dict[str, Any], place: dict[str, Any], key: str) -> list
     place[key] = (old or 0) + 1 if key == RATIO else 16 if old == 8 else 8
     try:
         after = _widths(identity)
-    except ModelError:  # not a width, then
+    except ModelError:  # then it is not a width
         return []
     finally:
         place[key] = old
@@ -114,7 +114,7 @@ def _governed(identity: dict[str, Any], place: dict[str, Any], key: str) -> list
 def _value(key: str, old: Any, width: int, dense: int) -> int:
     if key != RATIO:
         return width
-    return int(old) * width // dense  # a share that is no whole number shows in the widths that come out
+    return int(old) * width // dense  # rounding shows in the resulting widths
 
 
 def _widths(identity: dict[str, Any]) -> dict[str, int]:
@@ -123,7 +123,7 @@ def _widths(identity: dict[str, Any]) -> dict[str, int]:
 
 
 def write(model: nn.Module, _identity: dict[str, Any], folder: Path) -> None:
-    """save_pretrained: config, safetensors; and the generation config as it came."""
+    """Write config and safetensors by save_pretrained, and the unchanged generation config."""
     wide: Any = model
     settings = wide.generation_config if wide.can_generate() else None
     try:
@@ -158,7 +158,7 @@ def read(identity: dict[str, Any], folder: Path, dtype: torch.dtype) -> nn.Modul
 
 
 def read_deci(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """What vLLM makes of a DeciLM folder: a Llama whose layers have the MLP widths of `block_configs`."""
+    """A DeciLM folder as vLLM interprets it: a Llama whose layers have the MLP widths of `block_configs`."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     fields = transformers.LlamaConfig().to_dict().keys() & raw.keys() - {"model_type", "architectures", "torch_dtype"}
     config = transformers.LlamaConfig(**{key: raw[key] for key in fields})
@@ -182,7 +182,7 @@ def example(model: nn.Module) -> dict[str, Tensor]:
 
 
 def companions(sources: list[str], folder: Path) -> list[str]:
-    """Copy tokenizer and preprocessing files from the first source that has any; their names."""
+    """Copy tokenizer and preprocessing files from the first source that has any; returns their names."""
     for source in sources:
         found = {name: path for name in COMPANIONS if (path := _companion(source.removeprefix(HF), name))}
         for name, path in found.items():
@@ -194,16 +194,16 @@ def companions(sources: list[str], folder: Path) -> list[str]:
 
 
 def _companion(source: str, name: str) -> Path | None:
-    """The file in a folder, or among what was downloaded of a hub id."""
+    """The file in a folder, or among the downloaded files of a hub id."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         path = folder / name
-        # Links may lead out of a folder only where the hub's cache keeps its files that way.
+        # Links may lead out of a folder only in the hub's cache, which stores its files that way.
         inside = path.resolve().is_relative_to(folder.resolve()) or folder.resolve().parent.name == "snapshots"
         return path if path.is_file() and inside else None
     try:
         cached = try_to_load_from_cache(source, name)
-    except ValueError:  # no hub id
+    except ValueError:  # not a hub id
         return None
     return Path(cached) if isinstance(cached, str) else None
 

@@ -1,4 +1,4 @@
-"""How a family of transformers models is described, and how sites follow from the description."""
+"""The description of a family of transformers models, and the sites that follow from it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MASK = "attention_mask"
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of a layer: where it is, its exact class, and what it sees.
+    """An attention of a layer: where it is, its exact class, and which tokens it sees.
 
-    `out` is the output projection where that is outside of the module, from the layer. `causal` may be asked of the
-    model that owns the layer and the module. Masks are arguments of that model's forward. The gain of its norms, if it
-    has some, is their weight plus `gain_shift`.
+    `out` is the path of an output projection outside the module, from the layer. `causal` may be a function of the
+    model that owns the layer and of the module. Masks are arguments of that model's forward. The gain of its norms, if
+    it has any, is their weight plus `gain_shift`.
     """
 
     path: str
@@ -47,9 +47,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """An MLP of a layer: linears that make its channels, the one that consumes them; `name` is what the site is called.
+    """An MLP of a layer: the linear layers that make its channels, the one that consumes them, and the site's `name`.
 
-    An MLP that is a module of its own has an exact class; several may be possible.
+    An MLP that is a separate module has an exact class; several may be possible.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer class holds; of `mlps` the first whose class fits."""
+    """The parts of one layer class; of `mlps`, the first whose class matches."""
 
     attentions: tuple[Attention, ...] = ()
     mlps: tuple[Mlp, ...] = ()
@@ -103,7 +103,7 @@ def attention_sites(model: nn.Module, layer: str, owner: str, entry: Attention, 
     name = f"{layer}.{entry.path}"
     module: Any = _child(model, name)
     if module is None:
-        return  # a cross-attention that this model has not
+        return  # this model has no such cross-attention
     if type(module) in (nn.MultiheadAttention, NarrowMultihead):
         yield from multihead(name, module)
         return
@@ -167,12 +167,12 @@ def _norm(module: Any, name: str, entry: Attention) -> QKNorm | None:
 
 
 def _refused(name: str, down: str, reason: str) -> list[Refusal]:
-    """Neither queries and keys nor values: they are parts of one module."""
+    """Refusals of queries and keys and of values, which are parts of one module."""
     return [Refusal(name, "attn", reason), Refusal(down, "vo", reason)]
 
 
 def _rows(module: Any, name: str, names: Names, letter: str) -> Rows:
-    """Where queries, keys or values come out: alone, or packed in order with others."""
+    """The rows of queries, keys or values, in a separate layer or packed with others."""
     linear, letters = next((part, letters) for part, letters in names.parts if letter in letters)
     total = len(projection_of(getattr(module, linear)).weight)
     heads, kv_heads = names.count_heads(module)
@@ -188,7 +188,7 @@ def _rows(module: Any, name: str, names: Names, letter: str) -> Rows:
 
 
 def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], family: Family) -> Iterator[Finding]:
-    """The one MLP a layer has, of whichever of the possible classes."""
+    """The MLP of a layer, of any of the possible classes."""
     for entry in entries:
         site = f"{name}.{entry.name}" if name else entry.name
         if entry.cls is not None and not _is(_child(layer, entry.name), family, entry.cls):
@@ -218,7 +218,7 @@ def _chunked(layer: nn.Module, entry: Mlp) -> bool:
 
 
 def _is(module: Any, family: Family, cls: str) -> bool:
-    """Exact types: a subclass may compute something else."""
+    """Whether the module has exactly this type; a subclass may compute something else."""
     return (type(module).__module__, type(module).__name__) == (family.path, cls)
 
 
@@ -230,7 +230,7 @@ def _child(parent: nn.Module, path: str) -> nn.Module | None:
 
 
 def not_plain(module: nn.Module, *paths: str) -> str | None:
-    """Why one of these cannot be cut like a linear layer (an adapter on it, a quantised one, a parametrisation …)."""
+    """Why one of these cannot be narrowed like a linear layer (an adapter on it, quantisation, a parametrisation …)."""
     for path in paths:
         if problem := why_not_linear(_child(module, path)):
             return f"{path} {problem}"
@@ -238,7 +238,7 @@ def not_plain(module: nn.Module, *paths: str) -> str | None:
 
 
 def kernel(module: Any) -> Callable[..., Any]:
-    """The attention function that the library would use for this module, looked up at every call as it does."""
+    """The attention function that the library uses for this module, looked up at every call as in the library."""
     eager = sys.modules[module.dense_class.__module__].eager_attention_forward
     found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
     return found

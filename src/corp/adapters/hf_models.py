@@ -1,4 +1,4 @@
-"""transformers models by folder or hub id: load, and the tokenizer or image preprocessing that belongs to them."""
+"""transformers models by folder or hub id: loading them, and their tokenizer or image preprocessing."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PREPROCESSING_FILES = ("preprocessor_config.json", "processor_config.json")
 SMALL = (".json", ".txt", ".model", ".jinja")  # files beside the weights
 PARAMETERS_PER_BYTE = 8  # no quantisation packs more
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
-POOLER = "pooler."  # encoders are often saved without; nothing that is pruned or measured goes through it
+POOLER = "pooler."  # encoders are often saved without it; nothing that is pruned or measured depends on it
 
 
 def create(name: str, *, pretrained: bool = True) -> nn.Module:
     """The model in the folder (or under the hub id) `name`, in eval mode, in the checkpoint's dtype.
 
-    The class is the one its config names, else a causal language model or a plain encoder, whichever the family is.
-    No code of the checkpoint's own is ever run, and only safetensors are read. Without `pretrained`, a folder
-    that holds no weights is built with random ones.
+    The class is the one that its config names, otherwise a causal language model or a plain encoder, depending on
+    the family. No code of the checkpoint is ever run, and only safetensors are read. Without `pretrained`, a folder
+    without weights is built with random ones.
     """
     _check_folder(name)
     config = _load(AutoConfig, name, "config")
@@ -60,7 +60,7 @@ def create(name: str, *, pretrained: bool = True) -> nn.Module:
 
 
 def shells(name: str) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
-    """The model in the folder `name` without its weights, as every class it may be, and the dtype that is on record."""
+    """The model in the folder `name` without its weights, in every possible class, and the recorded dtype."""
     _check_folder(name)
     config = _load(AutoConfig, name, "config")
     refuse_deep(config.to_dict(), name)
@@ -72,7 +72,7 @@ def shells(name: str) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
 
 
 def tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
-    """Which tensor of a checkpoint each of the model's is: transformers saves many models under older names."""
+    """The checkpoint's name of each of the model's tensors; transformers saves many models under older names."""
     from transformers import conversion_mapping
     from transformers import core_model_loading as loading
 
@@ -85,7 +85,7 @@ def tensor_names(model: nn.Module, keys: Iterable[str]) -> dict[str, str]:
         name, computed = loading.rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, computed = key, None
-        if computed is None:  # else several tensors make one: not what can be copied
+        if computed is None:  # otherwise several tensors make one, which cannot be copied
             found[name] = key
     return found
 
@@ -94,7 +94,7 @@ def tokenizer(name: str) -> Any:
     """The tokenizer of the folder or hub id."""
     if hub.is_path(name) and not Path(name).is_dir():
         raise DataError(f"there is no folder {name} with a tokenizer; give its folder as tokenizer=FOLDER")
-    # transformers makes an empty tokenizer, which turns every text into nothing, where there are no files.
+    # Without files, transformers makes an empty tokenizer, which turns every text into nothing.
     if hub.is_path(name) and not any((Path(name) / file).is_file() for file in TOKENIZER_FILES):
         raise DataError(f"{name} has no tokenizer ({TOKENIZER_FILES[0]}); give its folder as tokenizer=FOLDER")
     try:
@@ -105,7 +105,7 @@ def tokenizer(name: str) -> Any:
 
 
 def kind_of(model: nn.Module) -> str:
-    """What goes in and what comes out: CAUSAL, ENCODER (texts into hidden states), IMAGE or OTHER."""
+    """The kind of model by input and output: CAUSAL, ENCODER (texts to hidden states), IMAGE or OTHER."""
     if not isinstance(model, transformers.PreTrainedModel):
         return OTHER
     if model.main_input_name == "pixel_values":
@@ -120,21 +120,21 @@ def kind_of(model: nn.Module) -> str:
 
 
 def classes(model: nn.Module) -> int:
-    """How many classes an image model tells apart; 0 for a backbone."""
+    """The number of classes of an image model; 0 for a backbone."""
     assert isinstance(model, transformers.PreTrainedModel)
     return int(model.config.num_labels) if type(model).__name__.endswith("ForImageClassification") else 0
 
 
 def context_length(model: nn.Module, tokenizer: Any = None) -> int | None:
-    """How many tokens a sequence may have; None where neither the model nor the tokenizer says."""
+    """How many tokens a sequence may have; None if neither the model nor the tokenizer says."""
     config = getattr(model, "config", None)
     known = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
     known.append(getattr(tokenizer, "model_max_length", None))
     for name, module in model.named_modules():
-        # RoBERTa and its kin count positions from behind the padding index on.
+        # RoBERTa and similar models number positions from after the padding index.
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             known.append(module.num_embeddings - module.padding_idx - 1)
-    # Tokenizers that know no limit say something like 1e30; relative positions are told as -1 or 0.
+    # Tokenizers without a limit report something like 1e30; for relative positions it is -1 or 0.
     sensible = [int(length) for length in known if isinstance(length, int | float) and 1 < length < 1 << 30]
     return min(sensible, default=None)
 
@@ -155,7 +155,7 @@ class Preprocessing:
 
 
 def preprocessing(name: str) -> Callable[[Image.Image], Tensor]:
-    """The image preprocessing of the folder or hub id (Pillow and numpy: the same on every machine)."""
+    """The image preprocessing of the folder or hub id (by Pillow and numpy, so the same on every machine)."""
     try:
         _check_small_files(name)
         return Preprocessing(_load(AutoImageProcessor, name, "image preprocessing", backend="pil"))
@@ -166,7 +166,7 @@ def preprocessing(name: str) -> Callable[[Image.Image], Tensor]:
 
 
 def _classes(config: Any, name: str) -> list[Any]:
-    """The classes to try, best first: weights saved from a bare backbone may name a class with a head."""
+    """The classes to try, best first; the config of a bare backbone's weights may name a class with a head."""
     named = _named(config)
     family = type(config)
     causal = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
@@ -191,19 +191,19 @@ def _check_folder(name: str) -> None:
 
 
 def _check_small_files(name: str) -> None:
-    """Configs, vocabularies and templates are read whole: refuse what is larger than any of them."""
+    """Refuse configs, vocabularies and templates that are too large, because they are read whole."""
     for path in Path(name).iterdir() if hub.is_path(name) and Path(name).is_dir() else ():
         if path.suffix in SMALL and path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path} has {path.stat().st_size} bytes; corp reads at most {MAX_JSON_BYTES}")
 
 
 def _check_sizes(cls: Any, config: Any, name: str) -> None:
-    """Refuse a config that describes far more than its weights hold, before anything of that size is allocated."""
+    """Refuse a config that describes far more than the weights contain, before anything of that size is allocated."""
     held = sum(path.stat().st_size for path in Path(name).glob("*.safetensors")) if hub.is_path(name) else 0
     try:
         with quiet(), torch.device("meta"):
             wanted = count_params(_from_config(cls, config)) if held else 0
-    except Exception:  # whatever is wrong with this config, loading says it in a sentence
+    except Exception:  # loading reports what is wrong with this config
         return
     if wanted > PARAMETERS_PER_BYTE * held:
         raise ModelError(
@@ -267,7 +267,7 @@ def _reason(name: str, what: str, error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' own reports and bars: what matters is checked here and said in one line."""
+    """Suppress transformers' own reports and bars; what matters is checked here and reported in one line."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,8 +1,8 @@
-"""Attentions of transformers that normalise every head of queries and keys, known by what they compute.
+"""Attentions of transformers that normalise every head of queries and keys, recognised by what they compute.
 
-A class that projects, normalises, rotates and attends as Qwen3's does is narrowed as Qwen3's is. Whether it does is
-tried out: at full width, the module that would take its place must give what it gives. Random numbers stand for what
-its layers make, so that the answer is that of the class and not of its weights, which may not be there yet.
+A class that projects, normalises, rotates and attends like Qwen3's is narrowed like Qwen3's. This is verified by a
+trial: at full width, corp's replacement must compute the same as the module. Random numbers replace the outputs of its
+layers, so that the result depends on the class and not on its weights, which may not be loaded yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPE = (2, 5)  # samples and tokens
 
 
 def normed_attentions(model: nn.Module, known: Container[str]) -> Iterator[Finding]:
-    """Queries, keys and values of attentions that no table knows and that compute what Qwen3's do."""
+    """Queries, keys and values of attentions that are in no table but compute the same as Qwen3's."""
     for name, module in model.named_modules():
         if name in known or not _looks_normed(module):
             continue
@@ -66,7 +66,7 @@ def _names_of(module: Any) -> Any:
 
 
 def _looks_normed(module: Any) -> bool:
-    """Whether a module has the parts of such an attention and no other parameters; all of a head is rotated."""
+    """Whether a module has the parts of such an attention, no other parameters, and rotates whole heads."""
     owners = {name.partition(".")[0] for name, _ in module.named_parameters()}
     if owners != set(LAYERS) or not hasattr(module, "config"):
         return False
@@ -84,7 +84,7 @@ def _looks_normed(module: Any) -> bool:
 
 
 def _gain_shift(module: Any) -> float | None:
-    """What is added to a norm's weight to make its gain; None if its norms are no RMS norms of one head."""
+    """What is added to a norm's weight to get its gain; None if its norms are not RMS norms of one head."""
     d = module.head_dim
     x, weight = (noise(name, torch.empty(*shape)) for name, shape in (("x", (3, d)), ("weight", (d,))))
     found: set[float | None] = set()
@@ -102,7 +102,7 @@ def _gain_shift(module: Any) -> float | None:
 
 @torch.no_grad()
 def _is_replaced(module: Any) -> bool:
-    """Whether a rotary attention of this width, made of the module's own layers, gives what the module gives."""
+    """Whether corp's rotary attention of this width, with the module's own layers, computes the same as the module."""
     dense = copy.copy(module)
     dense.config = copy.copy(module.config)
     dense.config._attn_implementation = "eager"
@@ -111,12 +111,12 @@ def _is_replaced(module: Any) -> bool:
         every = torch.arange(made.qk_dim).repeat(made.kv_count, 1)
         made.frequencies = every.to(_place(module))
         return (distance([(_taken(dense), _taken(made))]) or 0) <= tolerance(_weight(module).dtype)
-    except Exception:  # of whatever its code does otherwise
+    except Exception:  # its code does something else
         return False
 
 
 def _taken(attention: Any) -> Tensor:
-    """What the output projection takes where random numbers stand for queries, keys, values and gains."""
+    """The input of the output projection if queries, keys, values and gains are random numbers."""
     place, like = _place(attention), _weight(attention)
     seen: list[Tensor] = []
     handles = [attention.o_proj.register_forward_pre_hook(here(lambda _m, args: seen.append(args[0])))]
@@ -143,6 +143,6 @@ def _weight(module: Any) -> Tensor:
 
 
 def _place(module: Any) -> torch.device:
-    """Where numbers are drawn: beside the weights, if they are there."""
+    """The device on which numbers are drawn: that of the weights, if they are loaded."""
     device = _weight(module).device
     return torch.device("cpu") if device.type == "meta" else device

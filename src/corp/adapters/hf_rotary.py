@@ -57,7 +57,7 @@ FAMILIES = (
     ),
     _family("qwen2", "Qwen2", _attention("Qwen2Attention", rotary_names("o_proj", extras=WINDOW), window=window_of)),
     _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=window_of)),
-    Family(  # its MLPs are mixtures of experts, which structure shows
+    Family(  # its MLPs are mixtures of experts, found by structure
         "qwen3_moe.modeling_qwen3_moe",
         {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=window_of),))},
     ),

@@ -1,4 +1,4 @@
-"""Language models and text encoders of transformers: OPT, GPT-2, BERT and its kin, DistilBERT, MPNet."""
+"""Language models and text encoders of transformers: OPT, GPT-2, BERT and its relatives, DistilBERT, MPNet."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _BERT = _three("query", "key", "value", heads="num_attention_heads", head_dim="a
 
 
 def _bert(module: str, prefix: str) -> Family:
-    """BERT and what descends from it: the output projection is a sibling of the attention."""
+    """BERT and its descendants, where the output projection is a sibling of the attention."""
     layer = Layer(
         (
             Attention(

@@ -12,7 +12,7 @@ _WHISPER = Names(_PARTS, ("out_proj",), "num_heads", "scaling", "dropout")
 
 
 def _vit(package: str, prefix: str) -> Family:
-    """Images have no padding; the MLP is plain, or gated (SwiGLU) in large DINOv2 models."""
+    """ViTs: images have no padding; the MLP is plain, or gated (SwiGLU) in large DINOv2 models."""
     plain = Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP", mask=None)
     gated = Mlp("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", cls=f"{prefix}SwiGLUFFN", mask=None)
     attention = Attention("attention", f"{prefix}Attention", _VIT, q_mask=None, k_mask=None)
@@ -32,7 +32,7 @@ def _clip(package: str, prefix: str) -> Family:
         ),
         (Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP"),),
     )
-    # SigLIP's pooling: a learned query looks at all patches.
+    # SigLIP's pooling: a learned query attends to all patches.
     pool = Layer(
         (Attention("attention", "MultiheadAttention", _CLIP, q_mask=None, k_mask=None),),
         (Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP", mask=None),),
@@ -41,7 +41,7 @@ def _clip(package: str, prefix: str) -> Family:
     return Family(f"{package}.modeling_{package}", layers)
 
 
-# Whisper pads with silence: its encoder knows no mask, and what cross-attention sees is all real.
+# Whisper pads with silence: its encoder has no mask, and all tokens that cross-attention sees are real.
 WHISPER = Family(
     "whisper.modeling_whisper",
     {

@@ -1,4 +1,4 @@
-"""Models by folder or hub id, looked up in two seconds: the hub's own client would try six times.
+"""Lookup of models by folder or hub id within two seconds; the hub's own client would try six times.
 
 Nothing heavy is imported here, so that a mistyped name is reported before torch is loaded.
 """
@@ -25,12 +25,12 @@ def endpoint() -> str:
 
 
 def reachable(url: str) -> bool:
-    """Whether the host of `url`, or the proxy that stands before it, takes a connection soon enough."""
+    """Whether the host of `url`, or the proxy in front of it, accepts a connection soon enough."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     place = urlsplit(getproxies().get(urlsplit(url).scheme) or url)
     answers: list[bool] = []
-    # A thread, because looking up a name knows no time limit.
+    # A thread, because a name lookup has no time limit.
     probe = Thread(target=_connect, args=(place.hostname or "", place.port or 443, answers), daemon=True)
     probe.start()
     probe.join(SECONDS)
@@ -46,12 +46,12 @@ def _connect(host: str, port: int, answers: list[bool]) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name means a folder: hub ids are "name" or "owner/name", and never begin like a path."""
+    """Whether a name denotes a folder; hub ids are "name" or "owner/name", and never begin like a path."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def cached(name: str) -> bool:
-    """Whether something of the hub model `name` was downloaded before."""
+    """Whether any file of the hub model `name` was downloaded before."""
     return (_cache() / f"models--{name.replace('/', '--')}").is_dir()
 
 
@@ -63,7 +63,7 @@ def _cache() -> Path:
 
 
 def require_known(name: str) -> None:
-    """Refuse a name that is no folder, no hub model on this machine, and cannot be asked for."""
+    """Refuse a name that is neither a folder nor a downloaded hub model, if the hub cannot be reached."""
     if is_path(name):
         if not Path(name).expanduser().is_dir():
             raise ModelError(
@@ -75,7 +75,7 @@ def require_known(name: str) -> None:
 
 
 def require_weights(name: str, cached: bool) -> None:
-    """Refuse the pretrained weights of a timm model that are neither `cached` nor within reach."""
+    """Refuse the pretrained weights of a timm model that are neither `cached` nor reachable."""
     if not cached and not reachable(endpoint()):
         raise ModelError(
             f"the pretrained weights of {name} are not on this machine, and {endpoint()} cannot be reached; "
@@ -96,5 +96,5 @@ def missing(name: str) -> ModelError:
 
 
 def _did_you_mean(name: str) -> str:
-    """Folders beside the missing one whose names are near."""
+    """A suggestion of folders with similar names beside the missing one."""
     return did_you_mean(f"hf:{path}" for path in beside(Path(name)) if path.is_dir())

@@ -1,4 +1,4 @@
-"""Linear layers of any model: which there are, how wide they are, and whether they can be cut."""
+"""The linear layers of any model, their widths, and whether they can be narrowed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_block(name: str) -> bool:
 
 
 def not_linear(module: Any) -> str | None:
-    """Why a layer cannot be cut; a library's own subclass of nn.Linear can if it computes what nn.Linear would."""
+    """Why a layer cannot be narrowed; a subclass of nn.Linear can be if it computes the same as nn.Linear."""
     problem = what_changes_it(module) if is_pointwise(module) else why_not_linear(module)
     if problem and type(module).__module__.startswith(("transformers.", "timm.")) and _acts_linear(module):
         return None
@@ -51,7 +51,7 @@ def _acts_linear(module: Any) -> bool:
 
 
 def is_channelwise(module: Any, width: int) -> bool:
-    """Whether a module treats every one of `width` channels alone: what it is made of can be cut like them."""
+    """Whether a module treats each of `width` channels separately, so that its parameters can be sliced with them."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         alone = module.groups == module.in_channels == module.out_channels == width
         return bool(alone and what_changes_it(module) is None)

@@ -1,4 +1,4 @@
-"""MLPs found by structure: linear layers that stand as up (one, two or packed) and down in one module."""
+"""MLPs found by structure: linear layers that are up (one, two or packed) and down in one module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DOWN = re.compile(r"(?:fc2|fc_2|w2|wo|down|down_proj|c_proj|lin2|linear2|linear
 def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) -> list[str]:
     """Modules that have a parameter for every hidden channel (norms, convolutions), registered among the layers.
 
-    Of a module that is all MLP any will do, wherever it is registered.
+    In a module that is only an MLP, they may be registered anywhere.
     """
     widths = {in_features(model.get_submodule(down)), out_features(model.get_submodule(ups[0]))}
     order = list(model.get_submodule(home).named_modules(prefix=home))
@@ -37,7 +37,7 @@ def per_channel(model: nn.Module, home: str, ups: tuple[str, ...], down: str) ->
 
 
 def experts(model: nn.Module) -> Iterator[MLPSite | Refusal]:
-    """Experts that were packed and taken apart, and those that cannot be."""
+    """Packed experts that were split, and refusals of those that cannot be."""
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             yield from expert_sites(name, module)
@@ -46,7 +46,7 @@ def experts(model: nn.Module) -> Iterator[MLPSite | Refusal]:
 
 
 def mlps(model: nn.Module, taken: set[str], blocks: tuple[str, ...] = ()) -> Iterator[MLPSite | Refusal]:
-    """Linear layers that stand as (one or two) up and down in the smallest module that holds them.
+    """Linear layers that are up (one or two) and down in the smallest module that contains them.
 
     They are looked for in numbered blocks and under the prefixes `blocks`.
     """
@@ -70,7 +70,7 @@ def mlps(model: nn.Module, taken: set[str], blocks: tuple[str, ...] = ()) -> Ite
 
 
 def _around(model: nn.Module, made: MLPSite | Refusal, between: list[str]) -> MLPSite | Refusal:
-    """The MLP with what stands between its layers, if all of that treats channels one by one."""
+    """The MLP with the modules between its layers, if all of them treat channels separately."""
     if isinstance(made, Refusal):
         return made
     odd = [name for name in between if not is_channelwise(model.get_submodule(name), made.width)]
@@ -80,7 +80,7 @@ def _around(model: nn.Module, made: MLPSite | Refusal, between: list[str]) -> ML
 
 
 def in_scope(model: nn.Module, name: str) -> bool:
-    """Inside a repeated block; or in a module of a class that also stands in one (a pooling head's MLP)."""
+    """Whether a layer is in a repeated block, or in a module of a class that occurs in one (a pooling head's MLP)."""
     if in_block(name):
         return True
     parent = name.rpartition(".")[0]
@@ -93,9 +93,9 @@ def in_scope(model: nn.Module, name: str) -> bool:
 
 
 def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
-    """(ups, down) among the layers of a module; names of a second layer count first, and then the order alone.
+    """(ups, down) among the layers of a module, found by the names of second layers, otherwise by their order.
 
-    The order decides where the first one is called like a second (`net.0.proj` before `net.2`).
+    The order decides if the first layer has the name of a second (`net.0.proj` before `net.2`).
     """
     for one_kind in (is_linear, is_pointwise):
         layers = {name: layer for name, layer in here.items() if one_kind(layer)}
@@ -106,7 +106,7 @@ def _match(here: dict[str, nn.Module]) -> tuple[tuple[str, ...], str] | None:
 
 
 def _fitting(here: dict[str, nn.Module], last: list[str]) -> tuple[tuple[str, ...], str] | None:
-    """(ups, down) by their shapes; layers in `last` are no ups."""
+    """(ups, down) by their shapes; layers in `last` cannot be ups."""
     if len(here) < 2:
         return None
     names = list(here)
@@ -117,9 +117,9 @@ def _fitting(here: dict[str, nn.Module], last: list[str]) -> tuple[tuple[str, ..
         if down not in last:
             others = [n for n in others if names.index(n) < names.index(down)]
         if hidden == width and down not in last:
-            continue  # nothing in the shapes tells the second from the first
+            continue  # the shapes do not distinguish the second from the first
         if hidden < width and is_pointwise(here[down]):
-            continue  # the bottleneck of a residual network, or what weighs channels by their means
+            continue  # the bottleneck of a residual network, or squeeze-and-excitation
         ups = [n for n in others if out_features(here[n]) == hidden]
         packed = [n for n in others if out_features(here[n]) == 2 * hidden]
         if len(ups) in (1, 2):
@@ -133,20 +133,20 @@ def _fitting(here: dict[str, nn.Module], last: list[str]) -> tuple[tuple[str, ..
 
 
 def _tail(name: str) -> str:
-    """The last parts of a layer's name that tell what it is: `output.dense`, `fc2`."""
+    """The last parts of a layer's name, which identify it: `output.dense`, `fc2`."""
     parts = name.split(".")
     return ".".join(parts[-2:]) if parts[-1] in ("dense", "linear", "0") and len(parts) > 1 else parts[-1]
 
 
 def _site_name(model: nn.Module, home: str, down: str, known: set[str]) -> str:
-    """The module that holds the MLP; `mlp` in the block where that is the whole block; the layer if it has several."""
+    """The site's name: the MLP's module; `mlp` in the block if that is the whole block; the layer if it has several."""
     block = not home or home.rpartition(".")[2].isdigit()
     name = (f"{home}.mlp" if home else "mlp") if block and not _is_small(model.get_submodule(home)) else home
     return down if name in known or (block and name != home and hasattr(model.get_submodule(home), "mlp")) else name
 
 
 def _is_small(module: nn.Module) -> bool:
-    """An MLP of its own (an expert), not a whole block: it holds two or three linear layers and no norm."""
+    """Whether a module is only an MLP (an expert), not a whole block: two or three linear layers and no norm."""
     return len(linears(module)) <= 3
 
 
@@ -164,7 +164,7 @@ def _mlp(model: nn.Module, name: str, ups: tuple[str, ...], down: str) -> MLPSit
 
 
 def packings(site: MLPSite) -> tuple[MLPSite, ...]:
-    """The site as it is; and, if one layer makes gate and up one after the other, with those of a channel in turn."""
+    """The site; and, if one layer makes gate and up one after the other, also the site with both interleaved."""
     first, last = site.up[0], site.up[-1]
     if len(site.up) != 2 or first.module != last.module or first.period or last.start != first.stop:
         return (site,)

@@ -1,4 +1,4 @@
-"""The sites of an nn.MultiheadAttention, wherever it stands: it is known by its exact class."""
+"""The sites of an nn.MultiheadAttention anywhere in a model, recognised by its exact class."""
 
 from __future__ import annotations
 

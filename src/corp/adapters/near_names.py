@@ -1,4 +1,4 @@
-"""Names that a mistyped one may have meant, by prefix and edit distance together."""
+"""Suggestions for a mistyped name, by prefix and edit distance together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ MOST = 4
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that `name` may stand for, best first.
+    """The known names that `name` may mean, best first.
 
-    A known name counts by the edits that turn `name` into some beginning of it: who types `deit_tinny` means
+    A known name is ranked by the edits that turn `name` into a prefix of it: `deit_tinny` means
     `deit_tiny_patch16_224`, though most of that is missing. Among equals, shorter names come first.
     """
     allowed = 1 if len(name) < 5 else max(2, len(name) // 4)
@@ -20,7 +20,7 @@ def near(name: str, known: Iterable[str]) -> list[str]:
 
 
 def beside(path: Path) -> list[Path]:
-    """The files and folders beside a missing path that it may stand for, best first."""
+    """The files and folders beside a missing path that it may mean, best first."""
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     return [path.parent / name for name in near(path.name, names)]
 

@@ -1,4 +1,4 @@
-"""What structure alone does not tell about a site: which tokens are real, and whether a query sees later keys."""
+"""What structure alone does not reveal about a site: which tokens are real, and whether a query sees later keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def takes(cls: type[nn.Module], argument: str) -> bool:
 
 
 def mask_of(model: nn.Module, site: str, argument: str = MASK) -> Mask | None:
-    """The mask that the innermost module around all blocks is given, or one further out; None where none takes one."""
+    """The mask argument of the innermost module around all blocks, or of one further out; None if none has one."""
     owners = [
         n for n in modules_around(site) if not in_block(f"{n}.x") and takes(type(model.get_submodule(n)), argument)
     ]
@@ -48,7 +48,7 @@ def noted(model: nn.Module, site: Site) -> Site:
 
 
 def told_outside(model: nn.Module, site: Site) -> Site:
-    """The site of an adapter with modules further out that may be given its mask: inside it may be a derived one."""
+    """The site of an adapter, with outer modules that may get its mask; inside, the mask may be a derived one."""
     fields = ("q_mask", "k_mask") if isinstance(site, AttentionSite) else ("mask",)
     masks = {name: mask for name in fields if (mask := getattr(site, name)) is not None and not mask.around}
     return replace(site, **{name: replace(mask, around=_outside(model, mask)) for name, mask in masks.items()})
@@ -60,7 +60,7 @@ def _outside(model: nn.Module, mask: Mask) -> tuple[str, ...]:
 
 
 def is_causal(model: nn.Module, name: str) -> bool:
-    """What the attention says of itself, or its config; otherwise whether the model generates text."""
+    """Whether an attention is causal: by its attributes or config, otherwise by whether the model generates text."""
     module: Any = model.get_submodule(name)
     for known in (getattr(module, "is_causal", None), getattr(module, "causal", None)):
         if isinstance(known, bool):
@@ -75,7 +75,7 @@ def is_causal(model: nn.Module, name: str) -> bool:
 
 
 def window_of(model: nn.Module, name: str) -> int | None:
-    """How many keys a causal query sees at most."""
+    """The largest number of keys that a causal query sees."""
     module: Any = model.get_submodule(name)
     owner = module if hasattr(module, "sliding_window") else getattr(module, "config", None)
     found = getattr(owner, "sliding_window", None)
@@ -83,7 +83,7 @@ def window_of(model: nn.Module, name: str) -> int | None:
 
 
 def latent_attentions(model: nn.Module) -> Iterator[Refusal]:
-    """Attentions whose keys and values are made from one compressed state (DeepSeek's MLA)."""
+    """Attentions that compute keys and values from one compressed state (DeepSeek's MLA)."""
     for name, module in model.named_modules():
         if {"kv_b_proj", "o_proj"} <= {child for child, _ in module.named_children()}:
             reason = f"{type(module).__name__} makes keys and values of one compressed state, which is not understood"

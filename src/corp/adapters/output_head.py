@@ -1,4 +1,4 @@
-"""The output head of a language model: the linear that turns hidden states into one logit per word."""
+"""The output head of a language model: the linear layer that maps hidden states to one logit per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from corp.sites import MLPSite, OutputHead, Site
 from corp.surgery.linear import why_not_linear
 
-WIDER = 4  # a head with fewer outputs per input is no vocabulary, and too little arithmetic to factor
+WIDER = 4  # a head with fewer outputs per input is not over a vocabulary, and too cheap to factor
 
 
 def find_output(model: nn.Module, sites: list[Site]) -> OutputHead | None:

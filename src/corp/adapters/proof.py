@@ -1,11 +1,10 @@
-"""Claims tried out: what pruning relies on is a symmetry of the model, and a symmetry can be tested.
+"""Trials of claims: pruning relies on a symmetry of the model, and a symmetry can be tested.
 
-Random numbers take the place of what the layers of the sites give, once as they are and once transformed: channels
-permuted and half of them changed (MLP), values mapped and mapped back (V/O), queries and keys mapped by inverse
-transposes (Q/K; behind their norms, if they have some), or, under rotary positions, every pair rotated and scaled.
-What reaches the layer that consumes them must be the same. Modules that have weights for every channel see each in its
-own place, as if they were permuted too. No weight is touched, and no other is used, so the outcome is that of the
-architecture.
+Random numbers replace the outputs of the sites' layers, once unchanged and once transformed: channels permuted and half
+of them changed (MLP), values mapped and mapped back (V/O), queries and keys mapped by inverse transposes (Q/K; after
+their norms, if they have any), or, under rotary positions, every pair rotated and scaled. The input of the consuming
+layer must be the same. Modules with weights for every channel get each channel in its own place, as if they were
+permuted too. The weights of the sites are neither changed nor used, so the outcome depends on the architecture alone.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ Run = Callable[[], Any]
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative difference up to which two ways to compute the same agree; wrong claims are off by a tenth or more."""
+    """The largest relative difference between two computations that agree; wrong claims differ by a tenth or more."""
     return float(min(0.1, max(1e-5, 3 * torch.finfo(dtype).eps ** 0.5)))
 
 
 @dataclass
 class Trial:
-    """One pass: what consuming layers took (`z`) and attention kernels (`kernels`: shapes and scale), by name.
+    """One pass: the inputs of consuming layers (`z`) and attention kernels (`kernels`: shapes and scale), by name.
 
-    `made` are the layers that were called, with the shape of what they gave, and `ran` the attentions. `dtypes` are
-    those of what passed: under autocast, others than the model's.
+    `made` are the layers that were called, with the shape of their outputs, and `ran` the attentions. `dtypes` are
+    those of the activations, which under autocast differ from the model's.
     """
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -51,16 +50,16 @@ class Trial:
 
     @property
     def limit(self) -> float:
-        """The relative difference up to which another pass agrees with this one."""
+        """The largest relative difference to another pass that counts as agreement."""
         return max(map(tolerance, self.dtypes or {torch.get_default_dtype()}))
 
 
 @dataclass(frozen=True)
 class Places:
-    """The layers whose outputs are random in a trial, those whose inputs are looked at, and attentions by the latter.
+    """The layers whose outputs are random in a trial, those whose inputs are compared, and attentions by the latter.
 
-    An attention without a known output projection is looked at where it ends. What is `passed` on the way from the
-    first to the second is looked at too, and not replaced.
+    An attention without a known output projection is compared at its output. Modules `passed` on the way from the
+    first to the second are compared too, but not replaced.
     """
 
     makers: tuple[str, ...]
@@ -80,10 +79,10 @@ def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
 
 
 def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
-    """Run the model with random numbers for what its layers make, transformed for `sites`.
+    """Run the model with random numbers as the outputs of its layers, transformed for `sites`.
 
-    With `control`, queries and keys of the first half of the samples are replaced by others: where nothing changes, a
-    proof about them would prove nothing, and the other half must not change.
+    With `control`, queries and keys of the first half of the samples are replaced by others: if nothing changes, a
+    trial of them is meaningless, and the other half must not change.
     """
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
@@ -120,7 +119,7 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
 
 @contextmanager
 def _quiet_randomness() -> Iterator[None]:
-    """Every pass draws the same numbers, and the user's generator is where it was afterwards."""
+    """Make every pass draw the same numbers, and restore the user's generator afterwards."""
     state = torch.get_rng_state()
     torch.manual_seed(0)
     try:
@@ -175,7 +174,7 @@ def _forth(site: MLPSite) -> Any:
 
 
 def in_place(module: nn.Module, x: Tensor, change: Change) -> Tensor:
-    """The tensor with its features changed, wherever the module has them."""
+    """The tensor with its features changed, on whichever axis the module has them."""
     made = x.clone()
     view = features_last(module, made)
     view.copy_(change(view.clone()))
@@ -197,7 +196,7 @@ def _kernel(name: str, trial: Trial) -> Any:
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors of real numbers in what a model returns."""
+    """All tensors of real numbers in a model's output."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
@@ -212,7 +211,7 @@ def tensors(output: Any) -> Iterator[Tensor]:
 
 
 def difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:
-    """The relative difference at the consuming layer `at` and on the way to it; None where nothing passed."""
+    """The relative difference at the consuming layer `at` and on the way to it; None if it was not reached."""
     found = [_difference(site, place, base, trial) for place in (*getattr(site, "between", ()), at)]
     return None if None in found else max(one for one in found if one is not None)
 
@@ -222,12 +221,12 @@ def _difference(site: Site, at: str, base: Trial, trial: Trial) -> float | None:
     if not before or len(before) != len(after):
         return None if not before and not after else float("inf")
     if isinstance(site, MLPSite) and all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
-        return float("inf")  # what its layers make does not arrive there
+        return float("inf")  # the outputs of its layers do not arrive there
     return distance([compared(site, old, undone(site, new)) for old, new in zip(before, after, strict=True)])
 
 
 def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """How far the second tensors are from the first, relative to their size; None where all are zero or empty."""
+    """How far the second tensors are from the first, relative to their size; None if all are zero or empty."""
     error = size = 0.0
     for old, new in pairs:
         a, b = old.double(), new.double()
@@ -235,11 +234,11 @@ def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
     if size == 0:
         return None if error == 0 else float("inf")
     found = (error / size) ** 0.5
-    return found if found == found else float("inf")  # NaN is no agreement
+    return found if found == found else float("inf")  # NaN means disagreement
 
 
 def same_output(base: Trial, trial: Trial) -> bool:
-    """Whether the model ends as it did: nothing else may use what a site's layers make."""
+    """Whether the model's output is the same, so that nothing else uses the outputs of a site's layers."""
     if len(base.output) != len(trial.output):
         return False
     return all(_same(a, b, base.limit) for a, b in zip(base.output, trial.output, strict=True))
@@ -251,7 +250,7 @@ def _same(a: Tensor, b: Tensor, limit: float) -> bool:
     if not a.numel():
         return True
     wide = torch.promote_types(a.dtype, torch.float32)
-    x, y = a.to(wide), b.to(wide)  # not wider: logits of a large vocabulary are most of the work
+    x, y = a.to(wide), b.to(wide)  # not wider, because logits of a large vocabulary are most of the work
     size: float = float(x.nan_to_num().square().mean()) ** 0.5
     apart = float((x - y).nan_to_num().abs().max())
     return apart <= 10 * max(tolerance(a.dtype), limit) * max(1e-30, size)

@@ -1,4 +1,4 @@
-"""Which adapter knows a model, and what it finds there."""
+"""The registry of adapters, and the search for a model's sites."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Find: TypeAlias = Callable[[nn.Module], Iterable[Finding] | None]
 
 @dataclass(frozen=True)
 class Adapter:
-    """`find` maps a model to its sites, or to None where the model is not its kind.
+    """`find` maps a model to its sites, or to None if it does not support the model.
 
-    `identify` says how to rebuild the model without its weights (plain JSON values), `rebuild` does so;
-    a model without them is saved all the same, and loaded into a dense model that the user gives.
+    `identify` describes how to rebuild the model without its weights (plain JSON values), `rebuild` does so;
+    without them a model can still be saved, but loading it needs a dense model from the user.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Adapter:
 class Library:
     """How a model is written so that its own library reads it, without corp.
 
-    `resize(identity, widths, biases)` is the identity of a model whose MLP sites have these widths and, where `biases`,
-    a bias at every second linear. `resize_heads(identity, width, rope)` is that of a model whose queries, keys and
-    values are all this wide (`rope`: the parameters of rotary ones), and what its queries must be multiplied by to keep
-    the temperature; None where the library has no such models. `write(model, identity, folder)` and
+    `resize(identity, widths, biases)` is the identity of a model whose MLP sites have these widths and, with `biases`,
+    a bias at every second linear layer. `resize_heads(identity, width, rope)` is that of a model whose queries, keys
+    and values are all this wide (`rope`: the parameters of rotary ones), and the factor for its queries that keeps
+    the temperature; None if the library has no such models. `write(model, identity, folder)` and
     `read(identity, folder, dtype)` are the library's own. `example(model)` is a small batch to compare on.
-    `companions(sources, folder)` copies what goes with a model (tokenizer, preprocessing) from the first of several
-    places that has it. `call` is how users load it.
+    `companions(sources, folder)` copies a model's companion files (tokenizer, preprocessing) from the first source
+    that has them. `call` is how users load it.
     """
 
     name: str
@@ -80,9 +80,9 @@ def register_adapter(
     identify: Callable[[nn.Module], dict[str, Any] | None] | None = None,
     rebuild: Callable[[dict[str, Any]], nn.Module] | None = None,
 ) -> None:
-    """Teach corp a model family: `find(model)` returns its sites, or None for other models.
+    """Add support for a model family: `find(model)` returns its sites, or None for other models.
 
-    Adapters registered later are asked first, and before the built-in ones; a name registered again is replaced.
+    Adapters registered later are tried first, before the built-in ones; registering a name again replaces it.
     """
     if not callable(find):
         raise ModelError(f"adapter {name!r}: find must be a function from a model to its sites, not {find!r}")
@@ -91,14 +91,14 @@ def register_adapter(
 
 
 def adapters_for(module: nn.Module) -> list[Adapter]:
-    """The user's adapters, newest first, then the built-in one of the library that the class comes from."""
+    """The user's adapters, newest first, then the built-in one of the library of the class."""
     packages = dict.fromkeys(cls.__module__.partition(".")[0] for cls in type(module).__mro__)
     built_in = [adapter_named(package) for package in packages if package in _built_in]
     return [*reversed(_registered.values()), *built_in]
 
 
 def adapter_named(name: str) -> Adapter:
-    """The adapter `name`: one the user registered, or the built-in one of that library."""
+    """The adapter `name`: one that the user registered, or the built-in one of that library."""
     if name in _registered:
         return _registered[name]
     if name not in _built_in:
@@ -109,7 +109,7 @@ def adapter_named(name: str) -> Adapter:
 
 
 def library_of(adapter: str) -> Library | None:
-    """How the models of the adapter are written for their own library, where that is known."""
+    """How the models of the adapter are written for their own library, if that is known."""
     if adapter in _registered or adapter not in _libraries:
         return None
     library: Library = import_module(_libraries[adapter]).LIBRARY
@@ -124,9 +124,9 @@ def require_module(model: object) -> None:
 def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = None) -> Sites:
     """Return what can be pruned in `model`, and what was refused and why.
 
-    Models of any library are searched by structure; what is found is tried out on the model, with a small input made
+    Models of any library are searched by structure. Each site is verified on the model, with a small input made
     from the model itself and, if given, with `batch` (through `forward`). A model inside a larger module (a backbone
-    under a head) is found there too. Packed experts are named as corp.surgery.experts takes them apart.
+    under a head) is found too. Packed experts have the names that corp.surgery.experts gives them.
     """
     require_module(model)
     if hasattr(model, "_orig_mod"):
@@ -149,7 +149,7 @@ def find_sites(model: nn.Module, batch: Any = None, forward: Forward | None = No
 
 @dataclass
 class _Known:
-    """What adapters say, their names, and the parts of the model that are a registered adapter's own business."""
+    """What adapters report, their names, and the parts of the model that belong to a registered adapter alone."""
 
     found: list[Finding] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -158,7 +158,7 @@ class _Known:
 
 def _known(model: nn.Module) -> _Known:
     known = _Known()
-    inside = None  # prefix of the last module that an adapter took
+    inside = None  # prefix of the last module that an adapter claimed
     for prefix, module in model.named_modules():
         if inside is not None and prefix.startswith(inside):
             continue
@@ -184,7 +184,7 @@ def _ask(adapter: Adapter, module: nn.Module) -> list[Finding] | None:
 
 
 def _prefixed(finding: Finding, prefix: str) -> Finding:
-    """The finding as seen from a module that holds the model under `prefix`."""
+    """The finding as seen from a module that contains the model under `prefix`."""
     if not prefix:
         return finding
 

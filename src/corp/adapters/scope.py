@@ -1,4 +1,4 @@
-"""Which parts of a model are blocks: pruning is about those, not about embeddings and heads."""
+"""Which parts of a model are blocks: only those are pruned, not embeddings and heads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from corp.adapters.linears import in_block
 
 
 def lone_blocks(attentions: Iterable[str]) -> tuple[str, ...]:
-    """The modules, as prefixes, that hold an attention outside of any numbered block and no numbered one.
+    """The prefixes of modules that contain an attention outside of any numbered block and none in such a block.
 
-    Such a block is called once, or again and again with the same weights.
+    Such a block is called once, or repeatedly with the same weights.
     """
     names = set(attentions)
     numbered = {name for name in names if in_block(f"{name}.x")}

@@ -1,4 +1,4 @@
-"""What adapters know and what structure shows, put together and tried out on the model."""
+"""The search for sites: combines what adapters know with what structure shows, and verifies it on the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from corp.sites import Finding, Refusal, Site, layers_of, module_of
 def search(
     model: nn.Module, known: Sequence[Finding], theirs: Sequence[str], batch: Any, forward: Forward | None
 ) -> Found:
-    """Known findings, and claims about all other layers but those under the prefixes `theirs`."""
+    """Known findings, and claims about all other layers except those under the prefixes `theirs`."""
     fixed: list[Site] = [told_outside(model, one) for one in known if not isinstance(one, Refusal)]
     refused = [one for one in known if isinstance(one, Refusal)]
     for one in _multiheads(model, fixed, refused, theirs):
@@ -62,9 +62,9 @@ def search(
 
 
 def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
-    """Why sites of different modules that use one layer are refused: what one of them prunes, the other would lose.
+    """Why sites of different modules that use one layer are refused: pruning one would change the other.
 
-    Blocks with the same weights throughout (Zamba) would need more memory if every one of them got its own.
+    Blocks that share all their weights (Zamba) would need more memory if each of them got its own.
     """
     users: dict[tuple[str, Any], list[Site]] = {}
     for site in sites:
@@ -84,7 +84,7 @@ def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], s
 def _multiheads(
     model: nn.Module, fixed: Sequence[Site], refused: Sequence[Refusal], theirs: Sequence[str]
 ) -> list[Finding]:
-    """Every nn.MultiheadAttention that no adapter has spoken of."""
+    """Every nn.MultiheadAttention that no adapter has reported."""
     known = {module_of(site) for site in fixed} | {r.name for r in refused} | set(_under(model, theirs))
     return [
         one
@@ -98,7 +98,7 @@ def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> I
     taken = {name for site in fixed for name in layers_of(site)} | set(_under(model, theirs))
     for parts in attentions(model, taken):
         if is_vague(parts) and not head_rows(model, parts):
-            continue  # a state-space layer, and no attention
+            continue  # a state-space layer, not an attention
         yield claim_attention(model, parts, lambda site: noted(model, site))
 
 
@@ -107,14 +107,14 @@ def _under(model: nn.Module, prefixes: Sequence[str]) -> Iterator[str]:
 
 
 def _only_once(refused: Sequence[Refusal], sites: Sequence[Site]) -> list[Refusal]:
-    """A place is refused once, and not where another way was found to prune it."""
+    """One refusal per place, and none if another way to prune it was found."""
     found = {(site.name, site.kind) for site in sites}
-    by_place = {(r.name, r.kind): r for r in refused}  # the last one knows most
+    by_place = {(r.name, r.kind): r for r in refused}  # the last one is the most specific
     return [r for place, r in by_place.items() if place not in found]
 
 
 def _ordered(model: nn.Module, sites: Sequence[Site]) -> list[Site]:
-    """In the order of the model's layers; queries before values before the MLP."""
+    """The sites in the order of the model's layers; queries before values before the MLP."""
     position = {name: i for i, (name, _) in enumerate(model.named_modules())}
     kinds = ("attn", "vo", "mlp")
     return sorted(sites, key=lambda s: (position[layers_of(s)[0]], position.get(module_of(s), 0), kinds.index(s.kind)))
@@ -129,7 +129,7 @@ def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any,
             claims, fixed = _try(model, run, claims, fixed, found)
         claims, fixed = try_alone(model, claims, fixed, found)
         if batch is not None:
-            # What loading, which has no batch, would take.
+            # What loading, which has no batch, would find.
             claims = [Claim(claim.parts, claim.qk[:1], claim.vo[:1]) for claim in claims]
             fixed, found.sites, found.proven = [*fixed, *found.sites], [], set()
             claims, fixed = _try(model, lambda: feed(model, batch, forward), claims, fixed, found, strict=True)
@@ -138,7 +138,7 @@ def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any,
 
 
 def _without_unmoved(outcome: Outcome, found: Found) -> tuple[list[Claim], list[Site]]:
-    """What an example left open, but attentions that it passed without showing anything: those are refused."""
+    """What an example left open, except attentions that it reached without any effect: those are refused."""
     reason = "tried out on the model, other queries change nothing, so nothing can be said about them"
     found.refused += [Refusal(name, "attn", reason) for name in sorted(outcome.unmoved)]
     claims = [claim for claim in outcome.open if not {s.name for s in claim.qk} & outcome.unmoved]
@@ -159,7 +159,7 @@ def _try(
     *,
     strict: bool = False,
 ) -> tuple[list[Claim], list[Site]]:
-    """One input; what it does not reach stays open. An example that the model does not take says nothing."""
+    """Try one input; sites that it does not reach stay open. An example that the model does not accept is ignored."""
     try:
         outcome = settle(model, run, claims, fixed, readings=not strict)
     except CorpError:
@@ -180,7 +180,7 @@ def _try(
 
 
 def _has_proven_fellow(site: Site, outcome: Outcome) -> bool:
-    """Whether another expert of the same module was tried out: they run through the same code."""
+    """Whether another expert of the same module was verified, because all run the same code."""
     experts = getattr(site, "experts", None)
     return experts is not None and any(
         getattr(other, "experts", None) == experts and other.name in outcome.proven for other in outcome.sites

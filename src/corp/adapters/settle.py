@@ -1,4 +1,4 @@
-"""From claims to sites: alternatives are tried one after the other, and what fails is refused with its number."""
+"""From claims to sites: alternatives are tried one after the other; a failure is refused with its difference."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NO_KERNEL = (
 
 @dataclass
 class Outcome:
-    """Sites and refusals; `open` are claims that the run could not decide, `proven` the names of sites that were tried.
+    """Sites and refusals; `open` are claims that the run could not decide, `proven` the names of verified sites.
 
-    `unreached` are the names of sites that nothing passed, `unmoved` of attentions that other queries do not change.
+    `unreached` are sites that the run did not reach, `unmoved` attentions that do not change with other queries.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -45,9 +45,9 @@ class Outcome:
 def settle(
     model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site], *, readings: bool = False
 ) -> Outcome:
-    """Try out what the claims and the sites `fixed` say, on what `run` passes through the model.
+    """Verify the claims and the sites `fixed` on the input that `run` passes through the model.
 
-    With `readings`, an MLP whose gate is packed with its other half is tried in every way that they may be packed.
+    With `readings`, an MLP with packed gate and up is tried in every possible packing.
     """
     bare = [site for site in fixed if _bare(site)]
     work = _Work(model, run, claims, [site for site in fixed if not _bare(site)], bare, readings)
@@ -64,7 +64,7 @@ def settle(
 
 
 def _bare(site: Site) -> bool:
-    """nn.MultiheadAttention, known by its exact class, calls no layer that could be watched."""
+    """Whether the site is an nn.MultiheadAttention, known by its class, which calls no layer that could be observed."""
     return (isinstance(site, AttentionSite) and site.q.bare) or (isinstance(site, ValueSite) and site.v.bare)
 
 
@@ -90,7 +90,7 @@ class _Work:
         self.base = self.attempt([])
         self.limit = self.base.limit
         self.control = self.base
-        self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values proved
+        self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values verified
 
     def attempt(self, sites: Sequence[Site], **options: Any) -> Trial:
         return attempt(self.model, self.run, self.places, sites, **options)
@@ -99,7 +99,7 @@ class _Work:
         return self.downs.get(site.attention, site.attention) if isinstance(site, AttentionSite) else site.down
 
     def at_once(self, outcome: Outcome) -> bool:
-        """All of it in one pass, which is enough where the likeliest alternative of everything is right."""
+        """Try everything in one pass, which is enough if the likeliest alternative of everything is right."""
         every = [*self.fixed, *first_ways(self.claims)]
         trial = self.attempt(every)
         by_attention = {s.attention: s for s in every if isinstance(s, ValueSite)}
@@ -122,13 +122,13 @@ class _Work:
         return found is not None and found <= self.limit
 
     def _changes(self, site: Site, control: Trial) -> bool:
-        """Whether other queries and keys change this attention: otherwise nothing would show."""
+        """Whether other queries and keys change this attention; otherwise a trial is meaningless."""
         return (difference(site, self.at(site), self.base, control) or 0) > 3 * self.limit
 
     def _batch_first(self, site: AttentionSite) -> bool:
-        """Whether samples come first where queries are made: otherwise the first half of them are not samples.
+        """Whether samples are on the first axis of queries; otherwise half of that axis is not half of the samples.
 
-        The last sample changes then, and the second dimension is as long as the batch.
+        In that case the last sample changes, and the second axis is as long as the batch.
         """
         shape = self.base.made.get(site.q.module, ())[:2]
         before, after = (trial.z.get(self.at(site), []) for trial in (self.base, self.control))
@@ -138,7 +138,7 @@ class _Work:
         return not any((distance([(old[-1], new[-1])]) or 0) > self.limit for old, new in fits)
 
     def values(self, outcome: Outcome) -> None:
-        """MLPs and values: no attention needs to be right for them."""
+        """Try MLPs and values, which do not depend on claims about queries and keys."""
         waiting: list[tuple[Claim | None, Sequence[Site]]] = [
             *((None, self._ways(site)) for site in self.fixed if not isinstance(site, AttentionSite)),
             *((claim, claim.vo) for claim in self.claims if claim.vo),
@@ -163,7 +163,7 @@ class _Work:
         self._rounds(sensitive, outcome)
 
     def _rounds(self, waiting: list[tuple[Claim | None, Sequence[Site]]], outcome: Outcome) -> None:
-        """Round after round the next alternative of everything that has not been proven yet."""
+        """In each round, try the next alternative of everything that is not verified yet."""
         best: dict[str, float] = {}
         number = 0
         while waiting:
@@ -190,7 +190,7 @@ class _Work:
             waiting, number = left, number + 1
 
     def _undecided(self, claim: Claim | None, site: Site, ways: Sequence[Site], outcome: Outcome) -> None:
-        """Nothing came by, or nothing that would show a difference; or layers are used without being called."""
+        """Handle a site that was not reached or showed no effect, or whose layers are used without being called."""
         called = [rows.module in self.base.made for rows in made_by(site)]
         reached = self.at(site) in self.base.z
         ran = isinstance(site, AttentionSite | ValueSite) and site.attention in self.base.ran
@@ -218,9 +218,9 @@ class _Work:
         outcome.proven.add(site.name)
 
     def together(self, outcome: Outcome) -> None:
-        """All proven sites at once: layers of no site and the model's end must take what they did.
+        """Try all verified sites at once: the inputs of other layers and the model's output must not change.
 
-        Otherwise something else uses what the sites' layers make.
+        Otherwise something else uses the outputs of the sites' layers.
         """
         tried = [site for site in outcome.sites if site.name in outcome.proven]
         for site in self._culprits(tried):
@@ -230,7 +230,7 @@ class _Work:
             outcome.refused.append(Refusal(site.name, site.kind, reason))
 
     def _culprits(self, sites: list[Site]) -> list[Site]:
-        """By halves, and only where something is wrong."""
+        """The sites that cause a difference, found by halving."""
         if not sites or self._apart(sites, self.attempt(sites)):
             return []
         if len(sites) == 1:
@@ -239,7 +239,7 @@ class _Work:
         return [*self._culprits(sites[:half]), *self._culprits(sites[half:])]
 
     def _apart(self, sites: Sequence[Site], trial: Trial) -> bool:
-        """Whether what these sites make reaches their own consuming layers only."""
+        """Whether the outputs of these sites reach only their own consuming layers."""
         own = {self.at(site) for site in sites if not isinstance(site, AttentionSite)}
         own |= {name for site in sites if isinstance(site, MLPSite) for name in site.between}
         others = [
@@ -249,7 +249,7 @@ class _Work:
 
 
 def _swapped(made: Sequence[int], taken: Tensor) -> bool:
-    """Whether queries that were made (n, B, C) may be what a layer takes as (B, n, C), or in the same order."""
+    """Whether queries of shape (n, B, C) may be what a layer takes as (B, n, C), or in the same order."""
     return made[1] == len(taken) or tuple(made) == tuple(taken.shape[:2])
 
 
@@ -258,7 +258,7 @@ def _same_layout(site: AttentionSite, chosen: Padded | None) -> bool:
 
 
 def _unreadable(site: Site, trial: Trial) -> str | None:
-    """Why the rotated queries of a site cannot be read; None where they can or need not be."""
+    """Why the rotated queries of a site cannot be observed; None if they can or need not be."""
     if not isinstance(site, AttentionSite) or site.rotary is None or site.rotary.argument is not None:
         return None
     shapes = trial.kernels.get(site.attention)
@@ -270,12 +270,12 @@ def _unreadable(site: Site, trial: Trial) -> str | None:
 
 
 def first_ways(claims: Sequence[Claim]) -> list[Site]:
-    """What is claimed where nothing could be tried: of every alternative the likeliest."""
+    """The likeliest alternative of every claim, used if nothing could be tried."""
     return [ways[0] for claim in claims for ways in (claim.qk, claim.vo) if ways]
 
 
 def joined(sites: Sequence[Site]) -> list[Site]:
-    """Queries and values of one attention are narrowed together, so both must know the same layers."""
+    """The sites, with the same layout for queries and values of one attention, which are narrowed together."""
     builds: dict[str, Any] = {s.attention: s.build for s in sites if isinstance(s, AttentionSite)}
     return [
         replace(s, build=builds[s.attention])

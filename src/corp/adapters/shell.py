@@ -1,7 +1,7 @@
-"""Models without their weights: every module and computed buffer is there, and parameters take no memory.
+"""Models without their weights: they have all modules and computed buffers, but parameters take no memory.
 
-A placeholder has the shape and dtype of its parameter but one number in memory, which is not a number: what is computed
-with it is seen at once.
+A placeholder has the shape and dtype of its parameter but a single number in memory, NaN, so that any computation with
+it is noticed at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from corp.calibration.hooks import removing
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Inside, models are built with parameters on the meta device; their buffers are computed as ever."""
+    """Within this context, models are built with parameters on the meta device; buffers are computed as usual."""
 
     def empty(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.is_meta:  # one that is shared was replaced before
+        if parameter.is_meta:  # a shared one was replaced before
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
@@ -30,14 +30,14 @@ def without_weights() -> Iterator[None]:
 
 
 def placeholder(like: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Parameter:
-    """A parameter in the shape of `like` that takes no memory; `dtype` goes for real numbers."""
+    """A parameter in the shape of `like` that takes no memory; `dtype` applies to real numbers."""
     kind = dtype if like.is_floating_point() else like.dtype
     fill = float("nan") if kind.is_floating_point else 0
     return nn.Parameter(torch.full((), fill, dtype=kind, device=device).expand(like.shape), requires_grad=False)
 
 
 def replace_parameters(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
-    """Put other parameters in the place of those with these ids; what is tied stays tied."""
+    """Replace the parameters with these ids; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new:
@@ -45,7 +45,7 @@ def replace_parameters(model: nn.Module, new: dict[int, nn.Parameter]) -> None:
 
 
 def emptied(model: nn.Module, dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
-    """The model, changed in place: all parameters are placeholders, saved buffers have the dtype, all are there."""
+    """Replace parameters by placeholders, in place; buffers move to the device, and saved ones get the dtype."""
     replace_parameters(model, {id(p): placeholder(p, dtype, device) for p in model.parameters()})
     for module in model.modules():
         for name, buffer in module._buffers.items():

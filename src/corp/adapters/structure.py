@@ -1,6 +1,6 @@
-"""Attentions found by structure: the names and shapes of linear layers, no class of any library.
+"""Attentions found by structure: the names and shapes of linear layers, not the classes of a library.
 
-What is found here is a claim. Where a batch can be run, adapters/proof.py tries every claim out on the model.
+What is found here is a claim. If a batch can be run, adapters/proof.py verifies every claim on the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NARROWED = "it was narrowed already; prune the dense model instead"
 
 @dataclass(frozen=True)
 class Claim:
-    """The sites that an attention may have, and why there is none of a kind."""
+    """The possible sites of an attention, or why it has none of a kind."""
 
     parts: Parts
     qk: tuple[AttentionSite, ...] = ()  # alternatives, the likeliest first
@@ -69,7 +69,7 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
 
 
 def normed(module: nn.Module) -> bool:
-    """Whether queries or keys are normalised, told by the names of children that are more than the identity."""
+    """Whether queries or keys are normalised, judging by the names of children that are not the identity."""
     pattern = re.compile(
         r"(?:q|k|qk|query|key|q_?a?|k_?a?)_?(?:layer_?norm|norm|ln|layernorm)$|norm_?(?:q|k)$|(?:q|k)_ln$"
     )
@@ -77,7 +77,7 @@ def normed(module: nn.Module) -> bool:
 
 
 def normalises(module: nn.Module) -> str:
-    """What to add to the number of a trial if an attention's code makes its queries and keys as long as one."""
+    """What to add to a trial's result if an attention's code normalises its queries and keys to length one."""
     if "normalize" not in names_in(type(module)):
         return ""
     return "; its code normalises vectors, and the length of a head is not that of the dimensions that are kept"
@@ -100,13 +100,13 @@ def rotations(module: Any, site: AttentionSite) -> list[dict[str, Any]]:
         halves: dict[str, Any] = {"rotary": Rotary(dims, None)}
         neighbours = {**halves, "q": q, "k": k, "build": replace(site.build, q=q, k=k)}
         rotated += [neighbours, halves] if rotates_neighbours(module) else [halves, neighbours]
-    # Plain attention passes the trial of a rotary one too, and queries of another sequence are seldom rotated.
+    # Plain attention also passes the trial of a rotary one, and queries of another sequence are seldom rotated.
     likely = (partial or hints_rotation(module)) and not CROSS.search(site.name)
     return [*rotated, {}] if likely else [{}, *rotated]
 
 
 def paired(rows: Rows, d: int, dims: int) -> Rows:
-    """The rows, read so that the neighbours (2j, 2j + 1) come as (j, j + dims/2)."""
+    """The rows, reordered so that neighbours (2j, 2j + 1) become (j, j + dims/2)."""
     if rows.period:
         return replace(rows, head=d, pairs=dims)
     return replace(rows, stop=rows.start + d, runs=rows.width // d, period=d, head=d, pairs=dims)

@@ -20,7 +20,7 @@ def made_by(site: Site) -> tuple[Rows, ...]:
         return site.up
     if isinstance(site, ValueSite):
         return (site.v,)
-    if site.norm is not None:  # one head: its norm sees them one by one
+    if site.norm is not None:  # one head: the norm is applied head by head
         return Rows(site.norm.q, 0, site.width), Rows(site.norm.k, 0, site.width)
     return site.q, site.k
 
@@ -31,7 +31,7 @@ def noise(name: str, like: Tensor) -> Tensor:
 
 
 def _drawn(name: str) -> torch.Generator:
-    """A generator that belongs to a name: of two sites that share something, each is transformed in its own way."""
+    """A generator for a name, so that sites that share something are transformed differently."""
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
@@ -54,7 +54,7 @@ def transformed(site: Site) -> list[tuple[Rows, Change]]:
 
 
 def other_queries(site: Site) -> list[tuple[Rows, Change]]:
-    """Other queries and keys in the first half of the samples. Not scaled ones: a norm would hide that."""
+    """Other queries and keys in the first half of the samples; not scaled ones, because a norm would hide that."""
     if not isinstance(site, AttentionSite):
         return []
 
@@ -66,7 +66,7 @@ def other_queries(site: Site) -> list[tuple[Rows, Change]]:
 
 
 def undone(site: Site, z: Tensor) -> Tensor:
-    """What a consuming layer took in a trial, in terms of the one without."""
+    """The input of a consuming layer in a trial, with the transformation undone."""
     if isinstance(site, MLPSite):
         return torch.empty_like(z).index_copy(-1, _channels(site)[0].to(z.device), z)
     if isinstance(site, ValueSite):
@@ -76,12 +76,12 @@ def undone(site: Site, z: Tensor) -> Tensor:
 
 
 def permuted(site: MLPSite, x: Tensor) -> Tensor:
-    """What `undone` takes back."""
+    """The inverse of `undone`."""
     return x[..., _channels(site)[0].to(x.device)]
 
 
 def compared(site: Site, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts that must agree: of an MLP the channels that were not changed."""
+    """The parts that must agree: for an MLP, the channels that were not changed."""
     if isinstance(site, MLPSite):
         same = ~_channels(site)[1].to(before.device)
         return before[..., same], after[..., same]
@@ -92,7 +92,7 @@ def _channels(site: MLPSite) -> tuple[Tensor, Tensor]:
     """A permutation (D,), and which channels are changed (D,), about half of them."""
     generator = _drawn(site.name)
     order = torch.randperm(site.width, generator=generator)
-    order = order if site.width > 2 else order.sort().values.flip(0)  # of two, not the identity
+    order = order if site.width > 2 else order.sort().values.flip(0)  # for two channels, not the identity
     changed = torch.randperm(site.width, generator=generator) < site.width // 2
     return order, changed
 
@@ -102,7 +102,7 @@ def value_maps(site: ValueSite) -> Tensor:
 
 
 def query_maps(site: AttentionSite) -> Tensor:
-    """(K, d, d): any map of plain dimensions; of rotary pairs one that rotates and scales each."""
+    """Maps (K, d, d): arbitrary ones of plain dimensions; rotations and scalings of each rotary pair."""
     return torch.stack([_query_map(site, f"{site.name}/{g}") for g in range(site.groups)])
 
 

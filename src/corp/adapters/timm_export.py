@@ -17,7 +17,7 @@ from corp.errors import ModelError, StorageError
 
 
 def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> dict[str, Any]:
-    """The arguments of the model with these MLP widths, which timm knows as one ratio to the model's own."""
+    """The arguments of the model with these MLP widths, which timm expresses as one ratio to the model's width."""
     model = _build(identity)
     sites = find_sites(model).mlp
     if widths == {site.name: site.width for site in sites}:
@@ -32,7 +32,7 @@ def resize(identity: dict[str, Any], widths: dict[str, int], _biases: bool) -> d
         )
     up = sites[0].up
     packed = sum(rows.module == up[0].module for rows in up)  # gate and up in one linear count twice
-    # timm truncates ratio x width: the half keeps rounding from losing a channel.
+    # timm truncates ratio x width: adding a half prevents losing a channel to rounding.
     ratio = (packed * several[0] + 0.5) / model.embed_dim
     resized = {**identity, "args": {**identity.get("args", {}), "mlp_ratio": ratio}}
     if widths != {site.name: site.width for site in find_sites(_build(resized)).mlp}:
@@ -49,7 +49,7 @@ def _build(identity: dict[str, Any]) -> Any:
 
 
 def write(model: nn.Module, identity: dict[str, Any], folder: Path) -> None:
-    """Weights as safetensors, and a config.json with architecture, arguments and preprocessing."""
+    """Write weights as safetensors, and a config.json with architecture, arguments and preprocessing."""
     args = {key: value for key, value in identity.get("args", {}).items() if key != "num_classes"}
     save_for_hf(model, str(folder), model_args=args, safe_serialization=True)
 

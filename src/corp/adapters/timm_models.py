@@ -1,4 +1,4 @@
-"""timm models by name: build, load weights, and the preprocessing that belongs to them."""
+"""timm models by name: building them, loading weights, and their preprocessing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def create(
 ) -> nn.Module:
     """The timm model `name` in eval mode, with weights from a file, from the hub (`pretrained`), or random.
 
-    With `any_size` it takes images of any size that is a multiple of its patches, and so does its pruned copy.
+    With `any_size` it accepts images of any size that is a multiple of its patches, and so does its pruned copy.
     """
     require_known(name)
     if pretrained and weights is None:
@@ -35,7 +35,7 @@ def create(
         model: nn.Module = timm.create_model(name, pretrained=pretrained and weights is None, **more)
     except TypeError as error:
         raise ModelError(f"{name} takes images of one size only: {error}") from error
-    except Exception as error:  # hub, network or tag trouble: timm raises many kinds
+    except Exception as error:  # problems with hub, network or tag: timm raises many kinds
         reason = str(error).rstrip(". ")
         raise ModelError(f"timm cannot make {name!r}: {reason}. Pass the weights as a file: weights=FILE") from error
     if weights is not None:
@@ -44,13 +44,13 @@ def create(
 
 
 def require_known(name: str) -> None:
-    """Refuse a name that timm does not know, and suggest those that are near."""
+    """Refuse a name that timm does not know, and suggest similar ones."""
     if not timm.is_model(name.partition(".")[0]):
         raise timm_names.unknown(name, timm.list_models())
 
 
 def _require_weights(name: str) -> None:
-    """Refuse pretrained weights that are neither on this machine nor within reach, before timm tries for a minute."""
+    """Refuse pretrained weights that are neither on this machine nor reachable, before timm tries for a minute."""
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     place = getattr(config, "hf_hub_id", None)
     if place is not None:
@@ -79,7 +79,7 @@ def shell(folder: Path) -> nn.Module:
 def load_weights(model: nn.Module, path: Path, name: str = "") -> None:
     """Load a .safetensors file or a .pth (weights only, nothing is executed) that fits the architecture exactly.
 
-    The model takes the dtype of the file, if all its tensors have the same. `name` is the model's, for the message.
+    The model gets the dtype of the file, if all its tensors have the same one. `name` is the model's, for the message.
     """
     state = read_state(path)
     expected = model.state_dict()
@@ -108,7 +108,7 @@ def _fitting(state: dict[str, Tensor], name: str) -> str | None:
     """A model of the same family whose tensors have these names and shapes."""
     shapes = {key: tensor.shape for key, tensor in state.items()}
     for other in timm.list_models(f"{name.partition('_')[0]}_*") if name else []:
-        with torch.device("meta"), suppress(Exception):  # some cannot be built this way: they are not suggested
+        with torch.device("meta"), suppress(Exception):  # models that cannot be built this way are not suggested
             if {key: tensor.shape for key, tensor in timm.create_model(other).state_dict().items()} == shapes:
                 return str(other)
     return None
@@ -122,13 +122,13 @@ def read_state(path: Path) -> dict[str, Tensor]:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, EOFError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read as weights: {error}") from error
-    except Exception as error:  # torch.load refuses pickles with code in them by an UnpicklingError
+    except Exception as error:  # torch.load refuses pickles with code by an UnpicklingError
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
             f"{path} holds more than weights, or is damaged (no pickle is run): {first}; save "
             "model.state_dict() alone, best as .safetensors"
         ) from error
-    for key in ("model", "state_dict"):  # the usual wrappings of training scripts
+    for key in ("model", "state_dict"):  # the usual keys of training scripts
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):

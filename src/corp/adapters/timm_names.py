@@ -1,4 +1,4 @@
-"""The names of timm's models, read off its source files: importing timm takes seconds, which a mistyped name need not.
+"""The names of timm's models, read from its source files, because importing timm takes seconds.
 
 Nothing heavy is imported here, so that a mistyped name is reported before torch is loaded.
 """
@@ -22,14 +22,14 @@ def on_hub(name: str) -> bool:
 
 
 def require_known(name: str) -> None:
-    """Refuse a name that stands nowhere in the source of timm's models, and suggest those that are near."""
+    """Refuse a name that does not occur in the source of timm's models, and suggest similar ones."""
     wanted, sources = name.partition(".")[0], _sources()
     if sources and not any(re.search(rf"\b{re.escape(wanted)}\b", text) for text in sources):
         raise unknown(name, [model for text in sources for model in REGISTERED.findall(text)])
 
 
 def unknown(name: str, known: list[str]) -> ModelError:
-    """The error for a name that is none of the known ones."""
+    """The error for an unknown name."""
     if Path(name).is_file():
         return ModelError(f"{name} is a file: give the name of its architecture, and the file as weights={name}")
     folders = [path for path in beside(Path(name)) if path.is_dir()]
@@ -47,7 +47,7 @@ def require_weights_file(path: Path) -> None:
 
 
 def _sources() -> list[str]:
-    """The text of every module of timm.models; nothing if timm is not installed as files."""
+    """The text of every module of timm.models; empty if timm is not installed as files."""
     spec = find_spec("timm")
     folders = [Path(place, "models") for place in (spec.submodule_search_locations if spec else None) or []]
     return [file.read_text(encoding="utf-8") for folder in folders for file in sorted(folder.glob("*.py"))]

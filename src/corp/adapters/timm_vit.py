@@ -1,6 +1,6 @@
 """timm's vision transformers: ViT, DeiT, DeiT III, DINOv2, CLIP and SigLIP image towers, relative-position ViTs.
 
-Eva and BEiT are walked too: their MLPs are understood, their attention (rotary, split biases) is refused.
+Eva and BEiT are included: their MLPs are supported, their attention (rotary, split biases) is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from corp.surgery.attention import LatentPool, PackedAttention, RelativeAttentio
 from corp.surgery.linear import why_not_linear
 
 FAMILIES = (VisionTransformer, VisionTransformerRelPos, Eva, Beit)
-# Attention that is understood, dense or narrowed, and what it becomes.
+# Supported attention classes, dense or narrowed, and their narrowed class.
 BUILT: dict[type, Callable[..., nn.Module]] = {
     Attention: PackedAttention,
     RelPosAttention: RelativeAttention,
@@ -35,7 +35,7 @@ FUSED_BLOCKS = (ParallelScalingBlock, DiffParallelScalingBlock)
 
 
 def find(model: nn.Module) -> list[Finding] | None:
-    """What these classes are known to hold; structure shows the rest of any model of timm."""
+    """The sites of these classes; the rest of any timm model is found by structure."""
     if isinstance(model, FAMILIES):
         return list(_walk(model))
     return [] if hasattr(model, "pretrained_cfg") else None
@@ -58,7 +58,7 @@ def _walk(model: nn.Module) -> Iterator[Finding]:
 
 
 def _in_a_block(name: str) -> bool:
-    """Part of a block or of the pooling, but not inside an attention (whose position bias may hold an Mlp too)."""
+    """Whether a module is in a block or the pooling, but not in an attention (whose position bias may have an Mlp)."""
     *path, _ = name.split(".")
     return (path or [name])[0] in ("blocks", "attn_pool") and "attn" not in path
 
@@ -98,7 +98,7 @@ def _attention(name: str, attention: Any) -> Iterator[Finding]:
 
 
 def _after_the_average(attention: Any) -> str | None:
-    """What stands between the averaged values and the output projection of an attention, if anything does."""
+    """What is between the averaged values and the output projection of an attention, if anything."""
     if isinstance(attention, AttentionPoolLatent | LatentPool):
         return None
     if not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
@@ -115,14 +115,14 @@ def _normalised(attention: Any) -> str | None:
 
 
 def _not_plain_linear(module: nn.Module, *names: str) -> str | None:
-    """Why one of these children cannot be cut like an nn.Linear (a wrapper, a convolution, a parametrisation …)."""
+    """Why one of these children cannot be narrowed like nn.Linear (a wrapper, a convolution, a parametrisation …)."""
     for name in names:
         if problem := why_not_linear(getattr(module, name)):
             return f"{name} {problem}"
     return None
 
 
-# What create_model takes and the model remembers: enough to rebuild what people change about a named model.
+# Arguments of create_model that the model stores: enough to rebuild the usual variations of a named model.
 def _img_size(model: Any) -> Any:
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     return None if size is None else list(size)
@@ -133,7 +133,7 @@ def _channels(model: Any) -> Any:
 
 
 def _pooling(model: Any) -> str | None:
-    """By its name; convolutional models keep the module instead, which says nothing."""
+    """The name of the pooling; None for convolutional models, which store a module instead."""
     pool = getattr(model, "global_pool", None)
     return pool if isinstance(pool, str) else None
 
@@ -162,11 +162,11 @@ def identify(model: nn.Module) -> dict[str, Any] | None:
 
 
 def rebuild(identity: dict[str, Any]) -> nn.Module:
-    """The architecture without weights. `identity` may come from a stranger's file: only known names pass."""
+    """The architecture without weights. `identity` may come from an untrusted file: only known names are accepted."""
     architecture, args = identity.get("architecture"), identity.get("args", {})
     if not isinstance(architecture, str) or not is_model(architecture):
         raise ModelError(f"timm has no model called {architecture!r}; a newer timm may have it")
-    known = (*_ARGS, "mlp_ratio")  # which an exported model has
+    known = (*_ARGS, "mlp_ratio")  # the latter is in exported models
     if not isinstance(args, dict) or not set(args) <= set(known):
         raise ModelError(f"the arguments {args!r} of {architecture} are not among {', '.join(known)}")
     preprocessing = identity.get("preprocessing", {})
@@ -176,7 +176,7 @@ def rebuild(identity: dict[str, Any]) -> nn.Module:
         model: nn.Module = create_model(
             architecture, pretrained=False, pretrained_cfg_overlay={**preprocessing, "tag": identity.get("tag")}, **args
         )
-    except Exception as error:  # timm's own complaint about an argument's value
+    except Exception as error:  # timm's own error about an argument's value
         raise ModelError(f"timm cannot build {architecture} with {args}: {error}") from error
     return model
 

@@ -16,7 +16,7 @@ PADDING = {nn.TransformerEncoderLayer: "src_key_padding_mask", nn.TransformerDec
 
 
 def find(module: nn.Module) -> list[Finding] | None:
-    """Exact types: a subclass may compute something else."""
+    """The sites of a module of a known class, exactly; a subclass may compute something else."""
     if type(module) in PADDING:
         return _torch_layer(module)
     if type(module) in (nn.MultiheadAttention, NarrowMultihead):

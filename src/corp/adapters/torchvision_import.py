@@ -1,8 +1,8 @@
-"""Let torchvision be imported where its compiled part does not match torch.
+"""Make torchvision importable if its compiled part does not match torch.
 
 A torchvision built for CUDA beside a CPU-only torch cannot load its extension; its import then fails with
-"operator torchvision::nms does not exist" and takes timm, and parts of transformers, down with it. Nothing
-here needs those operators: declaring their schemas is enough for the import to pass. Calling them still fails.
+"operator torchvision::nms does not exist", and so does that of timm and of parts of transformers. Nothing
+here needs those operators: declaring their schemas is enough for the import to succeed. Calling them still fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _declared: list[torch.library.Library] = []  # a schema lives as long as its Lib
 
 
 class _Watcher(MetaPathFinder):
-    """It finds nothing: asked for torchvision, it declares what is missing and leaves the import to the others."""
+    """An import finder that finds nothing: for torchvision, it declares missing operators, and others import it."""
 
     def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> None:
         if name == "torchvision":
@@ -41,7 +41,7 @@ def watch() -> None:
 
 
 def make_importable() -> bool:
-    """Declare what is missing, only if torchvision is installed, not imported yet, and cannot load its extension."""
+    """Declare missing operators, only if torchvision is installed, not imported yet, and cannot load its extension."""
     if "torchvision" in sys.modules or _declared:
         return False
     spec = find_spec("torchvision")
@@ -58,7 +58,7 @@ def make_importable() -> bool:
 
 
 def _loads(package: Path) -> bool:
-    """Return whether torchvision's own extension loads. It then declares the operators; twice is an error."""
+    """Whether torchvision's own extension loads. It then declares the operators; declaring them twice is an error."""
     import torch
 
     for extension in (*package.glob("_C*.so"), *package.glob("_C*.pyd")):

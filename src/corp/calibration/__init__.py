@@ -1,4 +1,4 @@
-"""Data to statistics: batches and the sites of a dense model come in, a `Statistics` object of additive sums goes out.
+"""From data to statistics: takes batches and the sites of a dense model, returns a `Statistics` of additive sums.
 
-Everything after it (planning, surgery, steps, api) may import it; it knows nothing of plans.
+All later packages (planning, surgery, steps, api) may import it; it does not depend on plans.
 """

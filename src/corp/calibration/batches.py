@@ -1,4 +1,4 @@
-"""What a batch is, how a model takes it, and how many there are."""
+"""What a batch is, how it is passed to a model, and how many there are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
-    """tensor -> model(x); dict -> model(**x); of a tuple or list only the first element, never the labels."""
+    """tensor -> model(x); dict -> model(**x); of a tuple or list only the first element is used, never the labels."""
     if forward is not None:
         return forward(model, batch)
     batch = inputs_of(batch)
@@ -36,7 +36,7 @@ def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
 
 
 def feed(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
-    """run, of a batch as it comes: moved to where the model is, which `forward` would see to itself."""
+    """Run the model on a batch after moving it to the model's device; a `forward` function moves batches itself."""
     return run(model, move(batch, *placement(model)) if forward is None else batch, forward)
 
 
@@ -47,7 +47,7 @@ def require_runs(model: nn.Module, batch: Any, forward: Forward | None = None, n
             return feed(model, batch, forward)
     except (DataError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of the model's own code
+    except Exception as error:  # from the model's own code
         raise DataError(
             f"the model does not run on {name} ({described(batch)}): {type(error).__name__}: {error}. "
             "A tensor becomes model(x), a dict model(**x); for anything else pass forward=lambda model, batch: ..."
@@ -55,7 +55,7 @@ def require_runs(model: nn.Module, batch: Any, forward: Forward | None = None, n
 
 
 def described(batch: Any) -> str:
-    """A batch by its shapes."""
+    """A description of a batch by its shapes."""
     if isinstance(batch, Tensor):
         return f"a {batch.dtype} tensor {tuple(batch.shape)}".replace("torch.", "")
     if isinstance(batch, Mapping):
@@ -66,7 +66,7 @@ def described(batch: Any) -> str:
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:
-    """Eval mode inside; afterwards every module is in the mode it came in."""
+    """Eval mode within this context; afterwards every module is in its previous mode."""
 
     def change(module: nn.Module) -> Callable[[], None]:
         mode, module.training = module.training, False
@@ -76,7 +76,7 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
-    """Inside, language models do not keep their keys and values: gigabytes that only generation has a use for."""
+    """Turn off the key-value caches of language models: gigabytes that only generation needs."""
     every: list[Any] = [getattr(model, "config", None) for model in loaded]
 
     def change() -> Callable[[], None]:
@@ -120,7 +120,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def size_of(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor; 1 where that cannot be told."""
+    """The number of samples in a batch: the length of its first tensor; 1 if unknown."""
     batch = inputs_of(batch)
     values = list(batch.values()) if isinstance(batch, Mapping) else [batch]
     first = next((value for value in values if isinstance(value, Tensor) and value.dim() > 0), None)
@@ -128,7 +128,7 @@ def size_of(batch: Any) -> int:
 
 
 def first_samples(batch: Any, count: int) -> Any:
-    """The first `count` samples of a batch; all of one whose tensors are not of one length."""
+    """The first `count` samples of a batch; the whole batch if its tensors differ in length."""
     batch = inputs_of(batch)
     parts = batch if isinstance(batch, Mapping) else {"": batch}
     if any(not isinstance(part, Tensor) or part.dim() == 0 or len(part) != size_of(batch) for part in parts.values()):
@@ -140,7 +140,7 @@ def first_samples(batch: Any, count: int) -> Any:
 def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Any]]:
     """(index, index of its first sample, batch) of the wanted batches.
 
-    Data that can make single batches (`indexed`, as data.images has) does not make the others.
+    Data that can make single batches (with `indexed`, as in data.images) skips the others.
     """
     indexed = getattr(batches, "indexed", None)
     if indexed is not None:
@@ -154,12 +154,12 @@ def enumerate_batches(batches: Iterable[Any], wanted: Callable[[int], bool]) -> 
 
 
 def first_batch(batches: Iterable[Any]) -> Any:
-    """The first batch, made alone where the data can; None if there is none."""
+    """The first batch, made alone if the data supports that; None if there is none."""
     return next((batch for _, _, batch in enumerate_batches(batches, lambda index: index == 0)), None)
 
 
 def count_samples(batches: Iterable[Any]) -> int | None:
-    """How many samples there are, where that can be told without reading them."""
+    """How many samples there are; None if that is unknown before they are read."""
     known = getattr(batches, "samples", None)
     if isinstance(known, int):
         return known
@@ -172,7 +172,7 @@ def count_samples(batches: Iterable[Any]) -> int | None:
 
 
 def describe(batch: Any) -> Any:
-    """Shapes and dtypes of ONE sample of the batch, as JSON; None where it is not made of tensors."""
+    """Shapes and dtypes of ONE sample of the batch, as JSON; None if it does not consist of tensors."""
     batch = inputs_of(batch)
     if isinstance(batch, Tensor):
         return {"shape": [1, *batch.shape[1:]], "dtype": str(batch.dtype).removeprefix("torch.")}
@@ -182,7 +182,7 @@ def describe(batch: Any) -> Any:
 
 
 def is_description(raw: Any, *, inside: bool = False) -> bool:
-    """Whether `describe` may have said this: asked of files, before anything is allocated by it."""
+    """Whether this may be an output of `describe`; checked for files before anything is allocated."""
     if raw is None:
         return not inside
     if not isinstance(raw, dict):

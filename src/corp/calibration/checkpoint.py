@@ -1,4 +1,4 @@
-"""The folder of a run under way: what it is a run of, and its sums so far, so that a kill loses little."""
+"""The folder of a running calibration: its identity and its sums so far, so that a killed run loses little."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKPOINT_SHARE = 0.05  # of the time may go into checkpoints
 
 
 class Checkpoint:
-    """The sums so far, every so often, in the folder of a run; each worker has its own."""
+    """Periodic checkpoints of the sums in the folder of a run; each worker has its own."""
 
     def __init__(self, folder: Path, name: str, seconds: float) -> None:
         self.path = folder / f"checkpoint-{name}"
@@ -37,7 +37,7 @@ class Checkpoint:
             self.seconds = max(self.seconds, (self.last - start) / CHECKPOINT_SHARE)
 
     def write(self, collector: Collector, samples: int, next_batch: int) -> None:
-        """Sums first, under a name of their own; then the small file that says which of them count."""
+        """Write the sums first, under a new name; then the small file that says which sums are valid."""
         generation = f"{self.path.name}.{next_batch}"
         folder = self.path.with_name(generation)
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +52,7 @@ class Checkpoint:
                 shutil.rmtree(old, ignore_errors=True)
 
     def restore(self, collector: Collector, device: torch.device) -> tuple[int, int] | None:
-        """Put the last checkpoint's sums into the collector: (samples, next batch), or None where there is none."""
+        """Put the last checkpoint's sums into the collector; returns (samples, next batch), or None without one."""
         index = self.path.with_suffix(".json")
         if not index.is_file():
             return None
@@ -70,7 +70,7 @@ class Checkpoint:
 
 
 def read_progress(file: Path, *counts: str) -> dict[str, Any]:
-    """What a run wrote about itself, with these whole numbers in it: it goes on with nothing that it did not write."""
+    """A run's own record, which must have these whole numbers; a run continues only from files that it wrote."""
     raw = read_json(file)
     if not isinstance(raw, dict) or not all(type(raw.get(name)) is int and raw[name] >= 0 for name in counts):
         raise _damaged(file)
@@ -80,7 +80,7 @@ def read_progress(file: Path, *counts: str) -> dict[str, Any]:
 
 
 def read_groups(file: Path, names: set[str]) -> list[list[str]]:
-    """Which sites each pass takes: all of `names`, each once."""
+    """Which sites each pass collects: all of `names`, each once."""
     groups = read_json(file)
     if not isinstance(groups, list) or not all(isinstance(group, list) and group for group in groups):
         raise _damaged(file)
@@ -98,7 +98,7 @@ def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> N
     """The folder of a run: a new one, or that of a killed run of the same command."""
     record = partial / "run.json"
     identity = json.loads(json.dumps(identity))
-    if partial.exists() and (fresh or not record.is_file()):  # without its record it is unknown what it is a run of
+    if partial.exists() and (fresh or not record.is_file()):  # without its record the run cannot be identified
         with lock_folder(partial, "rank-0"):
             shutil.rmtree(partial, ignore_errors=True)
     if record.is_file():
@@ -116,9 +116,9 @@ def prepare_folder(partial: Path, identity: dict[str, Any], *, fresh: bool) -> N
 
 
 def publish(partial: Path, out: Path) -> None:
-    """The finished run, less its scaffolding, under its own name.
+    """Move the finished run to its final name, without its temporary files.
 
-    The record of what it is a run of goes last: with it, a kill in here only means publishing again.
+    The run's identity is removed last: as long as it exists, a killed run only has to publish again.
     """
     refuse_existing(out, overwrite=False)
     with writing(out):

@@ -1,4 +1,4 @@
-"""The collector: while the dense model runs, its hooks on sites add what passes by to the sums."""
+"""The collector: while the dense model runs, hooks on its sites add activations to the sums."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from corp.sites import AttentionSite, LinearSite, OutputHead, Site, ValueSite, f
 
 
 class Cursor(NamedTuple):
-    """Where in the data the forward pass under way is: set before each batch, read by the hooks."""
+    """The position of the current forward pass in the data: set before each batch, read by the hooks."""
 
     sample: int = 0  # index of the batch's first sample among all
-    held: bool = False  # is this batch kept apart?
+    held: bool = False  # whether this batch is held out
     size: int = 1  # samples in the batch
 
 
 @dataclass
 class Collector:
-    """The sums of a set of sites, and how many tokens of a sample each MLP takes (0: all).
+    """The sums of a set of sites, and how many tokens of a sample each MLP uses (0: all).
 
-    Padding enters no sum. `causal`: of causal attentions only logits that exist are counted, up to blocks.
+    Padding is excluded from all sums. `causal`: masked logits of causal attentions are left out, up to blocks.
     """
 
     sites: list[Site | OutputHead]
@@ -51,7 +51,7 @@ class Collector:
         self.sums: dict[str, AnySums] = {name: sums for site in self.sites for name, sums in empty_sums(site).items()}
 
     def _current(self, name: str, kind: type[Sums]) -> Sums:
-        """The sums that the batch under way belongs to."""
+        """The sums that the current batch belongs to."""
         sums = self.sums[name]
         current = sums.held if self.cursor.held else sums.fit
         assert isinstance(current, kind)
@@ -71,12 +71,12 @@ class Collector:
 
     @contextmanager
     def finding_shifts(self, model: nn.Module) -> Iterator[None]:
-        """While this context is open, a forward pass only sets the shifts: one batch for all workers to share."""
+        """While this context is open, a forward pass only sets the shifts, which all workers share."""
 
         def see(name: str, x: Tensor, mask: Tensor | None) -> None:
             sums: Any = self.sums[name]
             sums.fit.shift = shift_of(real_tokens(x, mask))
-            sums.held.shift = sums.fit.shift.clone()  # a file wants every tensor in memory of its own
+            sums.held.shift = sums.fit.shift.clone()  # a file needs every tensor in separate memory
 
         with self.hooks(model) as handles:
             for site in self.sites:
@@ -86,14 +86,14 @@ class Collector:
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[list[RemovableHandle]]:
-        """Hooks, removed at the end; until then nn.MultiheadAttention's fast path, which bypasses them, is off."""
+        """A list for hooks, removed at the end; until then the fast path of nn.MultiheadAttention is off."""
         handles = self.masks.watch(model, self.sites)
         kernels = [self._see_kernel(site) for site in self.sites if _read_at_kernel(site)]
         with without_fast_path(), removing(handles), watching_kernel(model, kernels):
             yield handles
 
     def _watch_input(self, model: nn.Module, site: LinearSite | OutputHead) -> RemovableHandle:
-        """The input of the linear that consumes an MLP's channels, or an attention's values, into their moments."""
+        """Add the input of the layer that consumes an MLP's channels, or an attention's values, to the moments."""
         name = site.name
         tokens = self.tokens.get(name, 0)
 
@@ -101,7 +101,7 @@ class Collector:
             moments = self._current(name, Moments)
             first = self.sums[name].fit
             if moments.shift is None and isinstance(first, Moments) and first.shift is not None:
-                moments.shift = first.shift.clone()  # held-out sums about the fitted ones' shift, alone or with others
+                moments.shift = first.shift.clone()  # held-out sums use the shift of the fitted ones
             with without_autocast(x.device):
                 moments.update(real_tokens(x, mask), choose_tokens(x, tokens, self.cursor.sample, mask))
             _require_finite(moments, name)
@@ -109,7 +109,7 @@ class Collector:
         return self.before(model, site, see)
 
     def _watch_stream(self, model: nn.Module, site: LinearSite | OutputHead) -> list[RemovableHandle]:
-        """What comes out of the block that holds the layer, into which the layer's own output was added."""
+        """Add the output of the layer's block, the residual stream to which the layer adds, to the moments."""
         name = block_of(site.down)
         if name is None:
             return []
@@ -127,7 +127,7 @@ class Collector:
     def before(
         self, model: nn.Module, site: LinearSite | OutputHead, see: Callable[[Tensor, Tensor | None], None]
     ) -> RemovableHandle:
-        """Show the input of the linear as (B, n, D)."""
+        """Call `see` with the input of the linear layer as (B, n, D)."""
         if isinstance(site, ValueSite) and site.v.bare:
             return self._before_multihead(model, site, see)
 
@@ -140,7 +140,7 @@ class Collector:
         return handle
 
     def _by_sample(self, site: LinearSite | OutputHead, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens (B, n, D) that pass a site, and the mask (B, n) of the real ones."""
+        """The tokens (B, n, D) at a site, and the mask (B, n) of the real ones."""
         mask = self.masks.of(site.mask)
         x = as_samples(x, mask, self.cursor.size, batch_first=site.batch_first)
         return x, fitting(mask, x, site.mask)
@@ -159,7 +159,7 @@ class Collector:
         return handle
 
     def watch_queries(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
-        """Queries and keys may come out of one projection or of two; the sums need both."""
+        """Hooks on the projections of queries and keys, one or two; the sums need both outputs."""
         if site.q.bare:
             return self._watch_multihead(model, site)
         if _read_at_kernel(site):
@@ -172,7 +172,7 @@ class Collector:
             for side, rows in (("q", site.q), ("k", site.k)):
                 if rows.module == module:
                     seen[side] = output[..., rows.index]
-            if len(seen) == 1:  # the other one comes later, and this one may be scaled in place before
+            if len(seen) == 1:  # the other one comes later, and this one may be scaled in place until then
                 seen = {side: x.clone() for side, x in seen.items()}
             if len(seen) == 2:
                 q, k = seen.pop("q"), seen.pop("k")
@@ -200,7 +200,7 @@ class Collector:
         return handles
 
     def _see_kernel(self, site: AttentionSite) -> Watched:
-        """Queries and keys (B, H, n, d) as the kernel takes them; keys may have been repeated for their queries."""
+        """Observe queries and keys (B, H, n, d) at the kernel; keys may have been repeated for their queries."""
         order = site.q.head_order
 
         def see(q: Tensor, k: Tensor, scale: float) -> None:
@@ -213,7 +213,7 @@ class Collector:
         return Watched(site, see)
 
     def _watch_multihead(self, model: nn.Module, site: AttentionSite) -> list[RemovableHandle]:
-        """nn.MultiheadAttention projects by bare parameters: its inputs are taken and projected here once more."""
+        """Hooks on nn.MultiheadAttention, which calls no projections: its inputs are projected again here."""
         module: Any = model.get_submodule(site.name)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ class Collector:
         return [module.register_forward_pre_hook(here(before), with_kwargs=True)]
 
     def add(self, site: AttentionSite, heads: Heads) -> None:
-        """Add the products of rotated dimensions, and of the plain ones behind them, to the sums."""
+        """Add the products of rotated dimensions, and of the plain ones after them, to the sums."""
         with without_autocast(heads.q.device):
             self._add(site, heads)
 
@@ -256,7 +256,7 @@ class Collector:
 
 
 def _read_at_kernel(site: Site | OutputHead) -> TypeGuard[AttentionSite]:
-    """Rotary sites whose angles are no argument of the attention."""
+    """Whether the site is a rotary attention that does not get its angles as an argument."""
     return isinstance(site, AttentionSite) and site.rotary is not None and site.rotary.argument is None
 
 

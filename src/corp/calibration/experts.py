@@ -1,4 +1,4 @@
-"""Statistics of experts: some see too few tokens to learn from, and still have to be as narrow as the others."""
+"""Statistics of experts: some see too few tokens for a fit, but must be as narrow as the others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from corp.sites import MLPSite, Site
 def supplied(stats: Statistics, sites: Iterable[Site]) -> Statistics:
     """The statistics, with uncorrelated channels for experts that saw fewer tokens than they have channels.
 
-    Such an expert keeps the channels that matter most by their energies, as far as known, and the weights; nothing is
-    predicted from anything else.
+    Such an expert keeps the channels with the largest weights and, as far as known, energies; nothing is predicted
+    from the kept channels.
     """
     routed = frozenset(site.name for site in sites if isinstance(site, MLPSite) and site.experts)
 
@@ -28,7 +28,7 @@ def supplied(stats: Statistics, sites: Iterable[Site]) -> Statistics:
 
 
 def starved(stats: Statistics, sites: Iterable[Site]) -> list[str]:
-    """A sentence that names the experts that saw too few tokens, if any did."""
+    """A sentence that names the experts that saw too few tokens, if there are any."""
     few = [
         site.name
         for site in sites
@@ -44,7 +44,7 @@ def starved(stats: Statistics, sites: Iterable[Site]) -> list[str]:
 
 
 def filled(sums: SiteSums[Moments]) -> SiteSums[Moments]:
-    """Sums of a site that are enough for its width, or what little is known of every channel alone."""
+    """The sums of a site if they suffice for its width, otherwise sums of uncorrelated channels."""
     total = sums.total()
     if total.n >= total.width:
         return sums

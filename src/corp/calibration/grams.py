@@ -14,20 +14,20 @@ from corp.errors import StatisticsError
 from corp.numerics.linalg import pack, packed_outer, packed_size, triangle, unpack
 
 FOLD_BLOCK = 256  # entries folded at once: one large product instead of many thin ones
-# Blocks of queries per sample under a causal mask. Of the logits that b blocks count, a share of (b-1)/(2b) is spared:
-# 3/8 with 4 of the 1/2 that do not exist. On a small OPT 4 and 8 blocks gave the same perplexity; memory grows with b.
+# Blocks of queries per sample under a causal mask. Half of all logits are masked; b blocks leave out a share of
+# (b-1)/(2b): 3/8 with 4 blocks. On a small OPT 4 and 8 blocks gave the same perplexity; memory grows with b.
 CAUSAL_BLOCKS = 4
 
 
 class Keys(NamedTuple):
-    """The keys of every entry: their packed Grams about their mean, that mean, and how many they are; in float64."""
+    """The keys of every entry: their packed Grams about their mean, that mean, and their number, in float64."""
 
     gram: Tensor  # (B, H, t)
     mean: Tensor  # (B, H, d)
     number: Tensor  # (B,)
 
     def joined(self, more: Keys) -> Keys:
-        """These keys and more, without a difference of large numbers: each Gram stays about its own mean."""
+        """These keys and more, without a difference of large numbers: each Gram is relative to its own mean."""
         number = self.number + more.number
         away, share = more.mean - self.mean, (more.number / number)[:, None, None]
         gram = self.gram + more.gram + (self.number[:, None, None] * share) * packed_outer(away)
@@ -37,7 +37,7 @@ class Keys(NamedTuple):
 def about_mean(k: Tensor, mask: Tensor | None = None) -> Keys:
     """The keys k (B, H, n, d) as one entry per sample; the mask (B, n) is True at real tokens.
 
-    Products are formed about the mean as the keys' dtype has it, and what that is away from the mean follows exactly.
+    Products are formed about the mean as rounded to the keys' dtype, and the effect of that rounding is corrected.
     """
     count = k.new_full((len(k),), k.shape[2]) if mask is None else mask.sum(1)
     count = count.clamp(min=1)[:, None, None]  # an entry without keys has no sum either
@@ -53,11 +53,11 @@ class Grams:
     """g_q = Q^T Q and g_k = K^T K of every entry and head, or the sum of their Kronecker products.
 
     An entry is a set of queries and the keys they see: a sample, or under a causal mask a block of its queries with
-    all keys up to the block's end, or those in its window. Few entries are kept one by one (packed, float32 like the
-    products they are), keys about their mean m, beside m and the number n of keys (float64): softmax ignores what is
-    constant along a row, and g_k of the keys as they are is the centred one plus n m m^T. Past the number at which that
-    would be larger than sum_b vech(g_k) vech(g_q)^T, once with the keys as they are and once centred, they are folded
-    into those sums (float64). Both hold all that any choice of dimensions or of subspaces needs.
+    all keys up to the block's end, or those in its window. A few entries are stored separately (packed, in the float32
+    of their products), with keys centred about their mean m, together with m and the number n of keys (float64):
+    softmax ignores constants along a row, and the uncentred g_k is the centred one plus n m m^T. Once separate entries
+    would take more memory than sum_b vech(g_k) vech(g_q)^T, with uncentred and with centred keys, they are folded into
+    those two sums (float64). Either form supports any choice of dimensions or subspaces.
     """
 
     def __init__(self, heads: int, width: int) -> None:
@@ -68,11 +68,11 @@ class Grams:
         self._q: list[Tensor] = []  # each (b, H, t), t = d(d+1)/2
         self._k: list[Tensor] = []  # about the entry's mean key
         self._key_mean: list[Tensor] = []  # each (b, H, d), float64
-        self._keys: list[Tensor] = []  # each (b,), float64: how many
+        self._keys: list[Tensor] = []  # each (b,), float64: number of keys
         self._pending = 0
-        self._trace = torch.zeros((), dtype=torch.float64)  # of all Grams: not finite once any of them is not
+        self._trace = torch.zeros((), dtype=torch.float64)  # of all Grams: not finite if any of them is not
         self.kron: Tensor | None = None  # (H, t, t): keys by queries
-        self.centred_kron: Tensor | None = None  # the same of keys centred within their entry; there when kron is
+        self.centred_kron: Tensor | None = None  # the same for keys centred within their entry; present if kron is
 
     def update(
         self,
@@ -86,7 +86,7 @@ class Grams:
     ) -> None:
         """Add samples with queries q (B, n, H d) and keys k (B, m, H d); masks (B, n), (B, m) are True at real tokens.
 
-        `causal` samples have as many queries as keys, and one mask, q_mask; their queries see the `window` last keys.
+        `causal` samples have as many queries as keys, and one mask, q_mask; their queries see the last `window` keys.
         """
         self.samples += len(q)
         if causal:
@@ -129,11 +129,11 @@ class Grams:
 
     @property
     def _wide(self) -> torch.dtype:
-        """The dtype of fits: float64 unless these sums were moved to a place without it."""
+        """The dtype of fits: float64 unless these sums were moved to a device without it."""
         return self._key_mean[0].dtype if self._key_mean else torch.float64
 
     def fold(self) -> None:
-        """Move the entries held one by one into the sum of Kronecker products."""
+        """Add the separate entries to the sum of Kronecker products."""
         if not self._q:
             return
         if self.kron is None or self.centred_kron is None:
@@ -146,7 +146,7 @@ class Grams:
         self._q, self._k, self._key_mean, self._keys, self._pending = [], [], [], [], 0
 
     def _keys_of(self, h: int, *, centred: bool) -> Tensor:
-        """The packed Grams (t, b) of head h's keys, about their mean or as they are: plus n m m^T."""
+        """The packed Grams (t, b) of head h's keys, centred, or uncentred by adding n m m^T."""
         gram = _of_head(self._k, h, self._wide)
         if centred:
             return gram
@@ -155,11 +155,11 @@ class Grams:
 
     @property
     def finite(self) -> bool:
-        """Whether all activations that were added were finite."""
+        """Whether all added activations were finite."""
         return bool(torch.isfinite(self._trace))
 
     def head(self, h: int, *, centred: bool = False) -> HeadGrams:
-        """The sums of one head; with keys `centred` within their entry, only what softmax notices."""
+        """The sums of one head; with keys `centred` within their entry, constants that softmax ignores are removed."""
         if self.entries == 0:
             raise StatisticsError("no samples were seen at this site")
         if self.kron is not None and self.centred_kron is not None:
@@ -168,7 +168,7 @@ class Grams:
         return SampledHead(self.width, _of_head(self._q, h, self._wide), self._keys_of(h, centred=centred))
 
     def gram_sums(self) -> tuple[Tensor, Tensor] | None:
-        """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded: the Kronecker sum holds neither."""
+        """sum_b g_q and sum_b g_k, each (H, d, d) in float64; None once folded, as Kronecker sums lack them."""
         if self.kron is not None:
             return None
         q, k, mean = (torch.cat(parts).double() for parts in (self._q, self._k, self._key_mean))
@@ -193,7 +193,7 @@ class Grams:
         return both
 
     def state(self) -> dict[str, Tensor]:
-        """All of it as tensors, for a file: what is pending stays pending, so that a resumed run folds alike."""
+        """The whole state as tensors, for a file; entries stay separate, so that a resumed run folds the same way."""
         shapes = self.shapes(self.heads, self.width)
         state = {"counts": torch.tensor([self.samples, self.tokens, self.entries])}
         for name, parts in (("q", self._q), ("k", self._k), ("key_mean", self._key_mean), ("keys", self._keys)):
@@ -217,14 +217,14 @@ class Grams:
 
     @staticmethod
     def shapes(heads: int, width: int) -> dict[str, tuple[int, ...]]:
-        """What `state` holds, -1 where any length will do: checked before a stranger's file is read."""
+        """The shapes of `state`, with -1 for any length; checked before an untrusted file is read."""
         t = packed_size(width)
         entries = {"q": (-1, heads, t), "k": (-1, heads, t), "key_mean": (-1, heads, width), "keys": (-1,)}
         return {"counts": (3,), **entries, "kron": (heads, t, t), "centred_kron": (heads, t, t)}
 
 
 def folds_after(width: int) -> int:
-    """Entries: 2 t float32 each, against two sums of t^2 float64."""
+    """The number of entries, 2 t float32 each, that take as much memory as two sums of t^2 float64."""
     return 2 * packed_size(width)
 
 
@@ -234,7 +234,7 @@ def _of_head(parts: list[Tensor], h: int, dtype: torch.dtype) -> Tensor:
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """The sum of those that are there, never one of them itself."""
+    """The sum of those that are not None, as a new tensor."""
     if a is None or b is None:
         return next((x.clone() for x in (a, b) if x is not None), None)
     return a + b
@@ -245,5 +245,5 @@ def _to_sums(x: Tensor) -> Tensor:
 
 
 def _zeroed(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x (B, H, n, d), with zeros where the mask (B, n) is False: such a token adds nothing, whatever it held."""
+    """x (B, H, n, d) with zeros where the mask (B, n) is False, so that such a token adds nothing."""
     return x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)

@@ -92,5 +92,5 @@ def _at_identity(normal: Entries | Folded) -> Tensor:
 
 
 def _packed_positions(width: int, kept: Tensor) -> Tensor:
-    """Where the packed entries of the kept submatrix stand in the full packing (t',)."""
+    """The positions (t',) of the kept submatrix's packed entries in the full packing."""
     return pack(packed_index(width, kept.device)[kept[:, None], kept])

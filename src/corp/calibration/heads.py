@@ -13,9 +13,9 @@ from corp.sites import AttentionSite
 
 
 class Heads(NamedTuple):
-    """Queries (B, H, n, d) and keys (B, K, m, d) as their logits are made of them, and which of them count.
+    """Queries (B, H, n, d) and keys (B, K, m, d) as they enter the logits, and which of them are real.
 
-    Where the attention normalises them, they are normalised, and `features` are those of their lengths before.
+    If the attention normalises them, they are normalised, and `features` describe their lengths before that.
     Logits are multiplied by `scale` before the softmax.
     """
 
@@ -50,7 +50,7 @@ def _rotated(x: Tensor, dims: int, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def normed(model: nn.Module, site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries (B, n, H d) and keys (B, n, K d) as the model's own norms leave every head."""
+    """Queries (B, n, H d) and keys (B, n, K d) after the model's own norms of every head."""
     assert site.norm is not None
     norms = ((site.norm.q, site.heads, q), (site.norm.k, site.groups, k))
     q, k = (model.get_submodule(name)(x.unflatten(-1, (heads, -1))).flatten(2) for name, heads, x in norms)
@@ -58,7 +58,7 @@ def normed(model: nn.Module, site: AttentionSite, q: Tensor, k: Tensor) -> tuple
 
 
 def lengths_of(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What numerics.lengths needs of queries and keys before their norms, (B, heads, n, d + 1); None without norms."""
+    """The features for numerics.lengths, from queries and keys before their norms; None without norms."""
     if site.norm is None:
         return None
     q, k = (x.unflatten(-1, (count, -1)).transpose(1, 2) for x, count in ((q, site.heads), (k, site.groups)))

@@ -1,4 +1,4 @@
-"""Which batches and samples are held out of a fit so that it can be judged on them: one rule for all of corp."""
+"""Which batches and samples are held out of a fit to evaluate it: one rule for all of corp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from corp.calibration.batches import enumerate_batches, size_of
 
 EVERY = 8  # one batch in this many is held out; more if there are very few
-FIRST = 1  # the first of them: of two batches, one is fitted and one is held out
+FIRST = 1  # the index of the first held-out batch: of two batches, one is fitted and one is held out
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HoldOut:
 
 @dataclass
 class HeldBatches:
-    """Held-out batches that are kept while calibration passes them, until they have `samples` samples together."""
+    """Held-out batches that are kept during calibration, until they have `samples` samples in total."""
 
     rule: HoldOut
     samples: int
@@ -41,13 +41,13 @@ class HeldBatches:
         return self.rule.holds(index) and index > self.last and sum(map(size_of, self.batches)) < self.samples
 
     def offer(self, index: int, batch: Any) -> None:
-        """Keep the batch if it is wanted; a second pass over the data offers it again."""
+        """Keep the batch if it is needed; a second pass over the data offers it again."""
         if self.wants(index):
             self.batches.append(batch)
             self.last = index
 
     def collect(self, batches: Iterable[Any]) -> None:
-        """Read the batches that are wanted, where no calibration passes them."""
+        """Read the needed batches, if there is no calibration pass."""
         for index, _, batch in enumerate_batches(batches, self.wants):
             self.offer(index, batch)
 

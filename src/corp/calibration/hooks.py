@@ -1,4 +1,4 @@
-"""Around hooks: how they are removed, what must be off meanwhile, and the block around a layer."""
+"""Helpers for hooks: removing them, turning off what would bypass them, and finding the block of a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBERED = re.compile(r"\d+|[a-z_]*(?:layer|block)s?_?\d+")  # names of repeated
 
 
 def without_fast_path() -> AbstractContextManager[None]:
-    """Inside, torch.nn's layers call their parts one by one, as hooks need it."""
+    """Make torch.nn's layers call their parts one by one, as hooks require."""
 
     def change() -> Callable[[], None]:
         fast = torch.backends.mha.get_fastpath_enabled()
@@ -27,12 +27,12 @@ def without_fast_path() -> AbstractContextManager[None]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, products are computed as precisely as their factors: autocast is about the model, not about sums."""
+    """Turn off autocast, so that products are as precise as their factors: it is meant for the model, not for sums."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Inside, a compiled model runs as it was written: compiling what our hooks do would take minutes, for one pass."""
+    """Run compiled models uncompiled: compiling them with corp's hooks would take minutes, for a single pass."""
 
     def change() -> Callable[[], None]:
         stance = ExitStack()
@@ -44,7 +44,7 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def removing(handles: list[RemovableHandle]) -> Iterator[None]:
-    """At the end the hooks are gone. Meanwhile compiled models run as they were written, so that hooks are called."""
+    """Remove the hooks at the end. Until then compiled models run uncompiled, so that hooks are called."""
     try:
         with uncompiled():
             yield
@@ -54,23 +54,23 @@ def removing(handles: list[RemovableHandle]) -> Iterator[None]:
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a layer is called with, by position or by name."""
+    """The input of a layer's call, passed by position or by name."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with its input replaced by `x`."""
+    """The arguments of a call with its input replaced by `x`."""
     return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): x})
 
 
 def modules_around(name: str) -> list[str]:
-    """The modules that hold the one called `name`, innermost first and the model, "", last."""
+    """The modules that contain the one called `name`, innermost first and the model, "", last."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in reversed(range(len(parts)))]
 
 
 def block_of(layer: str) -> str | None:
-    """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2") that is no expert."""
+    """The innermost numbered module around a layer ("blocks.3" of "blocks.3.mlp.fc2") that is not an expert."""
     parts = layer.split(".")
     numbered = (i for i, part in enumerate(parts[:-1]) if NUMBERED.fullmatch(part) and parts[i - 1] != "experts")
     depth = max(numbered, default=None)

@@ -1,4 +1,4 @@
-"""The data pass: groups of sites that fit in memory, checkpoints, several workers. All but the mathematics."""
+"""The data pass without its mathematics: groups of sites that fit in memory, checkpoints, several workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from corp.sites import AttentionSite, OutputHead, Site
 
 
 class Recording(Protocol):
-    """Wants some batches run under its eyes; refit.recording has one."""
+    """Records the model on some batches while they run; implemented in refit.recording."""
 
     def wants(self, index: int) -> bool: ...
 
@@ -40,7 +40,7 @@ class Recording(Protocol):
 
 @dataclass
 class Job:
-    """One calibration: the model, its sites, the data, and who else works on it."""
+    """One calibration: the model, its sites, the data, and the other workers."""
 
     model: nn.Module
     sites: list[Site | OutputHead]
@@ -52,7 +52,7 @@ class Job:
     observer: Observer = SILENT
     held: HeldBatches | None = None  # gets some of the held-out batches, for trials
     workers: Workers = field(default_factory=Workers)
-    recording: Recording | None = None  # sees the passes that it wants, so that they need not be run again
+    recording: Recording | None = None  # records the passes that it needs, so that they need not run again
 
     def __post_init__(self) -> None:
         if not self.sites:
@@ -72,10 +72,10 @@ class Job:
         self.tokens = {s.name: of(s.inputs, self.total) for s in self.sites if not isinstance(s, AttentionSite)}
 
     def groups(self, record: Path | None = None) -> list[list[Site | OutputHead]]:
-        """Sites per pass over the data, announced when it takes more than one.
+        """Sites per pass over the data, announced if it takes more than one.
 
-        The first worker decides for all, and a continued run keeps to what was recorded: free memory differs from
-        worker to worker and from day to day.
+        The first worker decides for all, and a continued run uses the recorded groups, because free memory differs
+        between workers and changes over time.
         """
         decided: list[list[str]] = []
 
@@ -98,7 +98,7 @@ class Job:
         return [[by_name[name] for name in group] for group in self.workers.gather(decided)[0]]
 
     def run(self, out: Path | None) -> Statistics:
-        """All passes, with the weights where the settings want them."""
+        """All passes, with the weights placed according to the settings."""
         with ExitStack() as stack:
             if self.settings.offload is not None:
                 stack.enter_context(offloaded(self.model, self.settings.offload, self.device))
@@ -108,7 +108,7 @@ class Job:
             return self.run_in_memory() if out is None else self.run_in_folder(out)
 
     def run_in_memory(self) -> Statistics:
-        """All sums in memory: what fits in one pass."""
+        """Collect all sums in memory, in one pass."""
         groups = self.groups()
         if len(groups) > 1:
             raise StatisticsError(
@@ -120,7 +120,7 @@ class Job:
         return Statistics(sums, samples, self.weights, self.inputs, self.origin)
 
     def run_in_folder(self, out: Path) -> Statistics:
-        """Finished sites go to disk; a killed run goes on where its last checkpoint was."""
+        """Write finished sites to disk; a killed run continues from its last checkpoint."""
         partial = out.with_name(f".{out.name}.partial")
 
         def prepare() -> None:
@@ -129,13 +129,13 @@ class Job:
 
         self._on_first_worker(prepare)
         with lock_folder(partial, f"rank-{self.workers.rank}"):
-            if not self.workers.gather((partial / MANIFEST).is_file())[0]:  # else it was killed when all was done
+            if not self.workers.gather((partial / MANIFEST).is_file())[0]:  # else it was killed after the last pass
                 self._finish_all(partial)
             self._on_first_worker(lambda: publish(partial, out))
         return Statistics.load(out)
 
     def _finish_all(self, partial: Path) -> None:
-        """Every pass, and the manifest, which says that there is nothing more to do."""
+        """Run every pass and write the manifest, which marks the run as complete."""
         entries: dict[str, Entry] = {}
         samples = 0
         for number, group in enumerate(self.groups(partial / "passes.json")):
@@ -145,7 +145,7 @@ class Job:
             write_manifest(partial, header, entries)
 
     def _on_first_worker(self, action: Callable[[], None]) -> None:
-        """Rank 0 acts, the others wait; its failure is that of all."""
+        """Rank 0 acts and the others wait; if it fails, all fail."""
         with self.workers.agreeing():
             if self.workers.rank == 0:
                 action()
@@ -220,7 +220,7 @@ class Job:
         return samples
 
     def _share_shifts(self, collector: Collector, *, needed: bool) -> None:
-        """Workers that share the data share the shift of its first batch, so that their sums add without rounding."""
+        """Share the shift of the first batch between workers, so that their sums add without rounding."""
         if self.workers.world == 1 or not needed:
             return
         for _, _, batch in enumerate_batches(self.batches, lambda i: i == 0):

@@ -1,6 +1,6 @@
-"""Queries and keys as they reach the attention kernel: rotated, whoever rotates them and however.
+"""Queries and keys as they reach the attention kernel, after any kind of rotation.
 
-The kernel is scaled_dot_product_attention, or the first product of queries and keys in an attention written out.
+The kernel is scaled_dot_product_attention, or the first product of queries and keys in an unfused attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 @dataclass
 class Watched:
-    """Shows the queries (B, H, n, d), keys (B, K, m, d) and scale of an attention, once per call of it."""
+    """Reports the queries (B, H, n, d), keys (B, K, m, d) and scale of an attention, once per call."""
 
     site: AttentionSite
     see: Callable[[Tensor, Tensor, float], None]
@@ -52,7 +52,7 @@ class Watched:
 
 
 class _Watch(TorchFunctionMode):
-    """Shows what is computed to whoever watches the module that is running."""
+    """Reports operations to the observers of the module that is running."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watching_kernel(model: nn.Module, watched: Iterable[Watched]) -> Iterator[None]:
-    """Within this context, each of these attentions shows the queries and keys that it hands to the kernel."""
+    """Within this context, each of these attentions reports the queries and keys that it passes to the kernel."""
     watch, handles = _Watch(), []
     for one in watched:
 

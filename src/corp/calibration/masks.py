@@ -1,4 +1,4 @@
-"""Which tokens of the batch under way are real, read from the calls of the modules that are given a mask."""
+"""Which tokens of the current batch are real, read from the calls of modules that get a mask."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from corp.sites import AttentionSite, Mask, OutputHead, Site
 
 
 class Masks:
-    """The masks that the calls under way were given, by module and argument; an error where that is no mask."""
+    """The masks of the current calls, by module and argument; an argument that is not a mask is an error."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], Tensor | StatisticsError | None] = {}
 
     def of(self, where: Mask | None) -> Tensor | None:
-        """(B, n), True at real tokens; None where all are."""
+        """The mask (B, n), True at real tokens; None if all are real."""
         if where is None:
             return None
         seen = [self._seen.get((module, where.argument)) for module in (where.module, *where.around)]
@@ -32,7 +32,7 @@ class Masks:
         return usable[0]
 
     def watch(self, model: nn.Module, sites: Iterable[Site | OutputHead]) -> list[RemovableHandle]:
-        """Hooks that note the masks of every call; read at the call, so wrappers and generators do not matter."""
+        """Hooks that record the masks of every call; wrappers and generators make no difference."""
         wanted: dict[str, dict[str, bool]] = {}
         for site in sites:
             for where in (site.q_mask, site.k_mask) if isinstance(site, AttentionSite) else (site.mask,):
@@ -78,7 +78,7 @@ def real(given: Any, shape: Sequence[int] | None, *, marks_padding: bool, what: 
     if marks_padding:  # torch.nn turns True into -inf on the way to its layers
         tokens = ~mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     elif not bool(mask.any()) or (mask.is_floating_point() and bool((mask < 0).any())):
-        # What is added to logits, nothing at real tokens (Longformer), or marks padding, of which there is none (DETR).
+        # Either added to logits, and 0 at real tokens (Longformer), or marks padding, and there is none (DETR).
         tokens = mask >= 0
     else:
         tokens = mask != 0

@@ -1,4 +1,4 @@
-"""How much the sums need, and in how many passes over the data they fit."""
+"""The memory that the sums need, and the number of passes over the data that this requires."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from corp.errors import StatisticsError
 from corp.numerics.linalg import packed_size
 from corp.sites import AttentionSite, OutputHead, Site
 
-MARGIN = 0.75  # of what is free: the forward pass and the fit need some as well
+MARGIN = 0.75  # of the free memory: the forward pass and the fit need some as well
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def site_bytes(site: Site | OutputHead, samples: int | None) -> int:
-    """What the sums of one site hold at the end, the held-out part included; without `samples`, at the most."""
+    """The final size of one site's sums, including the held-out part; without `samples`, an upper bound."""
     if not isinstance(site, AttentionSite):
         return 2 * 8 * site.inputs**2
     entries = _entries(site, samples)
@@ -33,12 +33,12 @@ def site_bytes(site: Site | OutputHead, samples: int | None) -> int:
 
 
 def _entries(site: AttentionSite, samples: int | None) -> int | None:
-    """At the most: where only the calls say whether they are causal, they may be."""
+    """An upper bound on entries: an attention that becomes causal by its calls counts as causal."""
     return None if samples is None else samples * (1 if site.causal is False else CAUSAL_BLOCKS)
 
 
 def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
-    """Single entries while they are the smaller, the sums of their Kronecker products after that."""
+    """The size of separate entries or, once that is smaller, of the sums of their Kronecker products."""
     width = site.plain_width
     if width == 0:
         return 0
@@ -49,7 +49,7 @@ def _gram_bytes(site: AttentionSite, entries: int | None) -> int:
 
 
 def working_bytes(sites: Sequence[Site | OutputHead], samples: int | None = None) -> int:
-    """What an update of one site needs on top: float32 products and centred tokens, or the entries of a first fold."""
+    """The additional memory of one site's update: float32 products and centred tokens, or entries of a first fold."""
     needs = [0]
     for site in sites:
         if not isinstance(site, AttentionSite):
@@ -81,7 +81,7 @@ def passes(sites: Sequence[Site | OutputHead], samples: int | None, budget: int)
 
 
 def free_bytes(device: torch.device) -> int:
-    """What may be used where the sums live, with a margin."""
+    """The usable memory of the device that holds the sums, with a margin."""
     if device.type == "cuda":
         return int(MARGIN * torch.cuda.mem_get_info(device)[0])
     free = _available()
@@ -96,7 +96,7 @@ def _available() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file() and (found := re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())):
         return int(found[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # where the kernel does not say
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # if the kernel does not report it
 
 
 def parse_bytes(text: str) -> int:
@@ -108,7 +108,7 @@ def parse_bytes(text: str) -> int:
 
 
 def human(count: float) -> str:
-    """1536 -> "1.5KB"; rounded up, so that what is said to suffice does."""
+    """1536 -> "1.5KB"; rounded up, so that a stated minimum suffices."""
     if count < 1024:
         return f"{int(count)}B"
     power = min(4, int(math.log(count, 1024)))

@@ -11,21 +11,21 @@ from torch import Tensor
 from corp.errors import StatisticsError
 from corp.numerics.linalg import pack, unpack
 
-ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper's "active probability" names no number)
-BLOCK = 256  # columns per block of the upper triangle: narrower products run slower than they save
-CHUNK = 4096  # tokens centred at a time: bounds the copy, and what is just written is still in cache when multiplied
-SMALL_CHUNK = 512  # tokens at a time where there is nothing but sums to form
+ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper gives no number for its "active probability")
+BLOCK = 256  # columns per block of the upper triangle: narrower products cost more time than they save
+CHUNK = 4096  # tokens centred at a time: limits the copy, which is then still in cache when it is multiplied
+SMALL_CHUNK = 512  # tokens at a time if only sums are formed
 CHANNELS = ("total_seen", "square_seen", "total", "active")  # sums with one number per channel
 
 
 class Moments:
     """Sums over tokens about a fixed shift, y = x - shift.
 
-    Over all tokens: how many, sum y, sum y^2 (cheap; they rank channels and give the bias). Over all or a sample of
-    them: n, sum y, sum y y^T and how often |x| > eps (the fit needs no more than enough of them). And how large the
-    stream is that the layer's output is added to: sum log ||r||^2 and how many tokens.
+    Over all tokens: their number, sum y, sum y^2 (cheap; they rank channels and give the bias). Over all or a sample of
+    them, as many as the fit needs: n, sum y, sum y y^T and how often |x| > eps. And for the residual stream that the
+    layer's output is added to: sum log ||r||^2 and the number of tokens.
     Products are float32 (float64 for float64 models), sums float64. The shift is the first batch's mean
-    unless one is set: without it a large mean would drown a small variance.
+    unless one is set: without it rounding of a large mean would hide a small variance.
     """
 
     def __init__(self, width: int) -> None:
@@ -48,15 +48,16 @@ class Moments:
 
     @property
     def stream_energy(self) -> float | None:
-        """The geometric mean of ||r||^2 of that stream; None where it was not seen.
+        """The geometric mean of ||r||^2 of that stream; None if it was not observed.
 
-        In language models the first token of a text may have more than all others together, which then tells nothing.
+        In language models the first token of a text may have more energy than all others together, which would make
+        the arithmetic mean meaningless.
         """
         logs, tokens = self.stream.tolist()
         return math.exp(logs / tokens) if tokens else None
 
     def update(self, x: Tensor, sample: Tensor | None = None) -> None:
-        """Add the tokens x (N, D), the products of `sample` (n, D) only, if given."""
+        """Add the tokens x (N, D); if `sample` (n, D) is given, add products of these tokens only."""
         if len(x) == 0:
             return
         x = x if x.dtype == torch.float64 else x.float()
@@ -73,7 +74,7 @@ class Moments:
         self.seen += len(x)
 
     def _add_products(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """Add y y^T of these tokens; returns their sum y and sum y^2, which are then known anyway."""
+        """Add y y^T of these tokens; returns their sum y and sum y^2, which are computed on the way."""
         product: list[Tensor] = []
         total = torch.zeros_like(self.total)
         for part in x.split(CHUNK):
@@ -141,7 +142,7 @@ class Moments:
         return both
 
     def state(self) -> dict[str, Tensor]:
-        """All of it as tensors, for a file."""
+        """The whole state as tensors, for a file."""
         shift = torch.zeros(0, dtype=torch.float64) if self.shift is None else self.shift
         state = {"counts": torch.tensor([self.n, self.seen]), "shift": shift, "outer": pack(self.outer)}
         return {**state, "stream": self.stream, **{name: getattr(self, name) for name in CHANNELS}}
@@ -158,7 +159,7 @@ class Moments:
 
     @staticmethod
     def shapes(width: int) -> dict[str, tuple[int, ...]]:
-        """What `state` holds once tokens were seen: checked before a stranger's file is read."""
+        """The shapes of `state` once tokens were added; checked before an untrusted file is read."""
         whole = {"counts": (2,), "stream": (2,), "outer": (width * (width + 1) // 2,)}
         return {**whole, **dict.fromkeys(("shift", *CHANNELS), (width,))}
 
@@ -187,7 +188,7 @@ class Moments:
 
 
 def shift_of(x: Tensor) -> Tensor:
-    """The per-channel mean of one batch of tokens (n, D), where sums live."""
+    """The per-channel mean of one batch of tokens (n, D), on the device of the sums."""
     return x.float().mean(0).to(sum_device(x), torch.float64) if x.dtype != torch.float64 else x.mean(0)
 
 
@@ -222,5 +223,5 @@ def mirrored(upper: Tensor) -> Tensor:
 
 
 def sum_device(x: Tensor) -> torch.device:
-    """Where float64 sums live: beside the data, except on MPS, which has no float64."""
+    """The device of float64 sums: that of the data, except for MPS, which has no float64."""
     return torch.device("cpu") if x.device.type == "mps" else x.device

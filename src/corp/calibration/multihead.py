@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention, which calls none of its layers: what its queries, keys and averaged values are."""
+"""The queries, keys and averaged values of nn.MultiheadAttention, which calls none of its layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from corp.sites import Rows
 
 
 def averages(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection: a shallow copy
-    of it is run once more, with the identity for that."""
+    """The averaged values of a call of nn.MultiheadAttention, which does not call its output projection.
+
+    A shallow copy with the identity as its output projection is run on the same arguments."""
     projection, twin = module.out_proj, copy.copy(module)
     twin._modules = {**module._modules, "out_proj": _identity(projection.in_features, like=projection.weight)}
-    z: Tensor = twin.forward(*args, **kwargs)[0]  # not by a call: other hooks saw this input already
+    z: Tensor = twin.forward(*args, **kwargs)[0]  # forward, not a call: other hooks saw this input already
     return z
 
 

@@ -1,4 +1,4 @@
-"""Models larger than the device: weights stay on the host or on disk and visit it, through accelerate."""
+"""Models larger than the device: accelerate keeps weights on the host or on disk and moves them when needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLACES = ("cpu", "disk")
 
 @contextmanager
 def offloaded(model: nn.Module, place: str, device: torch.device) -> Iterator[None]:
-    """Within this context, `model` computes on `device` with its weights kept at `place`; then it is as it was."""
+    """Within this context, `model` computes on `device` with its weights at `place`; afterwards it is unchanged."""
     try:
         from accelerate import cpu_offload, disk_offload
         from accelerate.hooks import remove_hook_from_submodules

@@ -1,4 +1,4 @@
-"""Second moments of a rotary attention's pair products, of all query heads: small sums that add, whatever the data."""
+"""Second moments of a rotary attention's pair products, for all query heads: small additive sums."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from corp.calibration.query_blocks import query_blocks, same_lengths, with_key_g
 from corp.errors import StatisticsError
 from corp.numerics.rotary import pair_moments
 
-# Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) do not exist. An entry is
-# folded at once and costs no memory, so there can be many.
+# Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) are masked. An entry is
+# folded at once and needs no memory, so there can be many.
 PAIR_BLOCKS = 32
-# Queries of a sample whose attention is looked at, spread evenly: each costs a product of all keys with themselves.
+# Evenly spaced queries of a sample whose attention is computed: each costs a product of all keys with themselves.
 LOOKED_AT = 64
 
 
 class PairSums:
     """A (H, d, d) of numerics.rotary for `width` rotated dimensions, over all logits, and weighted by attention.
 
-    An error delta_mn of query m's logits changes its attention p_m. by a divergence KL of half the variance of
-    delta_m. under p_m., up to third order: what is constant along the row goes unnoticed, and so does what befalls keys
-    that get no attention. `weighted` sums that variance: its entries are single queries, with g_q = q_m q_m^T and for
-    g_k the covariance of the keys under p_m.
+    An error delta_mn of query m's logits changes its attention p_m. by a KL divergence of half the variance of
+    delta_m. under p_m., up to third order: errors that are constant along the row have no effect, nor have errors of
+    keys that get no attention. `weighted` sums that variance: its entries are single queries, with g_q = q_m q_m^T and
+    the covariance of the keys under p_m as g_k.
 
-    Where heads are `normed`, `lengths` (H + K, d + 1, d + 1) are F of numerics.lengths, of query heads and then of key
-    heads. Half of a key's weight is the attention that it gets: few keys may get most of it. `attended` (H,) are the
-    squared logits of the queries looked at, under their attention.
+    If heads are `normed`, `lengths` (H + K, d + 1, d + 1) are F of numerics.lengths, of query heads and then of key
+    heads. Half of a key's weight is the attention that it gets, because a few keys may get most of it. `attended` (H,)
+    are the squared logits of the sampled queries, under their attention.
     """
 
     def __init__(self, heads: int, kv_heads: int, width: int, *, normed: bool = False) -> None:
@@ -53,8 +53,8 @@ class PairSums:
     ) -> None:
         """Add samples with queries q (B, H, n, d) and keys k (B, K, n, d), their first `width` dimensions rotated.
 
-        `scale` is the softmax's; the mask (B, n) is True at real tokens. `features` (B, H or K, n, d + 1) are those of
-        numerics.lengths, of heads that are normed.
+        `scale` is the softmax's; the mask (B, n) is True at real tokens. `features` (B, H or K, n, d + 1) of normed
+        heads are defined in numerics.lengths.
         """
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
@@ -75,13 +75,13 @@ class PairSums:
                 self.attended += self._added(self._squares(q_part, k_part, attention, causal, window))
 
     def _of_lengths(self, f_q: Tensor, f_k: Tensor, attention: Tensor) -> Tensor:
-        """(H + K, d + 1, d + 1), the weights of a sample's keys being 1 on average."""
+        """The moments of lengths (H + K, d + 1, d + 1); a sample's keys have a weight of 1 on average."""
         received = attention.mean(2).unflatten(1, (self.kv_heads, -1)).mean(2)  # (B, K, n)
         weight = 0.5 + 0.5 * received[..., None] * received.shape[-1]
         return torch.cat([(f_q.mT @ f_q).sum(0), (f_k.mT @ (weight * f_k)).sum(0)])
 
     def _squares(self, q: Tensor, k: Tensor, attention: Tensor, causal: bool, window: int | None) -> Tensor:
-        """(H,): the squared logits of the queries looked at, under their attention (B, H, M, n)."""
+        """The squared logits (H,) of the sampled queries, under their attention (B, H, M, n)."""
         looked_at, _ = looked_at_of(q.shape[2], causal, window)
         logits = q[:, :, looked_at] @ self._repeated(k).mT
         return (attention * logits.square()).sum((0, 2, 3))
@@ -91,7 +91,7 @@ class PairSums:
 
         The moments pair q_m q_m^T of every sampled query m with the covariance of the keys under its attention p_m.
         """
-        # Neither attention nor covariance notices what all keys of a sample share, but float32 products do.
+        # A common mean of a sample's keys changes neither attention nor covariance, but it affects float32 rounding.
         every = self._repeated(k - k.mean(2, keepdim=True))
         looked_at, hidden = looked_at_of(q.shape[2], causal, window)
         asking = q[:, :, looked_at]  # (B, H, M, d)
@@ -112,7 +112,7 @@ class PairSums:
         return x.to(sum_device(x)).double().to(self.raw.device)
 
     def group(self, g: int, *, weighted: bool) -> Tensor:
-        """(R, d, d): the query heads that share key head g."""
+        """The moments (R, d, d) of the query heads that share key head g."""
         if self.samples == 0:
             raise StatisticsError("no samples were seen at this site")
         size = self.heads // self.kv_heads
@@ -170,14 +170,14 @@ class PairSums:
 
 
 def looked_at_of(n: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which queries (M,) of a sample of n tokens are looked at, and which keys (M, n) are hidden from them."""
+    """Which queries (M,) of a sample of n tokens are sampled, and which keys (M, n) are hidden from them."""
     looked_at = ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long()
     back = looked_at[:, None] - torch.arange(n)
     return looked_at, (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
 
 
 def _add_moments(sums: Tensor, query: Tensor, first: Tensor, second: Tensor, p: Tensor) -> None:
-    """Add those of one query (B, H, d) and the keys it sees, halves of whose pairs are (B, H, n, d / 2), under p.
+    """Add the moments of one query (B, H, d) and its keys, given as halves of pairs (B, H, n, d / 2), under p.
 
     In the complex z_j: Re and Im of z_i z_j, then of z_i conj(z_j). These take fewer passes than numerics.rotary's
     pair_moments, and three of the four quarters of the keys' covariance.
@@ -198,7 +198,7 @@ def _add_moments(sums: Tensor, query: Tensor, first: Tensor, second: Tensor, p: 
 
 
 def _joined(sums: Tensor) -> Tensor:
-    """(H, d, d) of x and y, from the four sums (4, H, d / 2, d / 2) of _add_moments."""
+    """The moments (H, d, d) of x and y, from the four sums (4, H, d / 2, d / 2) of _add_moments."""
     re, im, re_conj, im_conj = sums / 2
     xx, yy, yx, xy = re_conj + re, re_conj - re, im + im_conj, im - im_conj
     return torch.cat([torch.cat([xx, xy], -1), torch.cat([yx, yy], -1)], -2)

@@ -1,4 +1,4 @@
-"""Queries and the keys they see: samples without their padding, and a causal mask in blocks."""
+"""Queries and the keys they see: samples without padding, and a causal mask in blocks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 class Block(NamedTuple):
-    """Some queries of samples of one length, and keys that they see."""
+    """Some queries of samples of equal length, and keys that they see."""
 
     queries: Tensor  # (B, H, m, d)
     keys: Tensor  # (B, K, n, d)
-    fresh: bool  # they see these keys only; otherwise also all keys of the blocks before
+    fresh: bool  # whether they see these keys only, or also all keys of the blocks before
 
 
 def same_lengths(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Samples (B, H, n, d) in groups of equal length, without their padding: blocks then depend on the sample alone.
+    """Samples (B, H, n, d) in groups of equal length, without padding, so that blocks depend on the sample alone.
 
-    The mask (B, n) is True at real tokens; samples of nothing but padding are left out.
+    The mask (B, n) is True at real tokens; samples that are all padding are left out.
     """
     if mask is None:
         yield q, k
@@ -33,9 +33,9 @@ def same_lengths(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[Te
 
 
 def query_blocks(q: Tensor, k: Tensor, blocks: int, window: int | None = None) -> Iterator[Block]:
-    """The queries in blocks, each with all keys up to its end; with a window, with those that any of its queries sees.
+    """The queries in blocks, each with all keys up to its end or, with a window, those that any of its queries sees.
 
-    q (B, H, n, d), k (B, K, n, d). One block without a window is every query with every key.
+    q (B, H, n, d), k (B, K, n, d). One block without a window pairs every query with every key.
     """
     start = 0
     for part in q.tensor_split(min(blocks, q.shape[2]), dim=2):

@@ -1,4 +1,4 @@
-"""How to calibrate: how many tokens, how much memory, where."""
+"""The settings of calibration: how many tokens, how much memory, which devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from corp.calibration.offload import PLACES
 from corp.errors import StatisticsError
 
-# What tokens="auto" collects at every MLP, if there are that many; docs/calibration.md has the measurements.
+# The tokens that tokens="auto" collects for every MLP, if there are that many; see docs/calibration.md.
 ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 40
 
 
@@ -16,12 +16,12 @@ ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 40
 class Settings:
     """How to calibrate.
 
-    tokens               "auto" (enough for a stable fit), "all", or how many of every sample's
-    memory               bytes for the sums; None: what is free, with a margin
+    tokens               "auto" (enough for a stable fit), "all", or a number per sample
+    memory               bytes for the sums; None: the free memory, with a margin
     checkpoint_seconds   between checkpoints of a run with an output folder
     fresh                start over instead of continuing a killed run
     offload, device      keep the weights on "cpu" or "disk" while layers compute on this device
-    causal               count only logits that a causal mask lets through (in blocks); False counts all, as the paper
+    causal               leave out logits that a causal mask hides (in blocks); False counts all, as in the paper
     """
 
     tokens: str | int = "auto"
@@ -39,12 +39,12 @@ class Settings:
             raise StatisticsError(f"offload={self.offload!r} is not one of {', '.join(PLACES)}")
 
     def tokens_of(self, width: int, samples: int | None) -> int:
-        """Tokens per sample where `width` channels are modelled; 0 takes all."""
+        """The number of tokens per sample for a fit of `width` channels; 0 means all."""
         if isinstance(self.tokens, int):
             return self.tokens
         return 0 if self.tokens == "all" else enough_tokens(width, samples)
 
 
 def enough_tokens(width: int, samples: int | None) -> int:
-    """How many tokens of each of `samples` samples make a stable fit of `width` channels; 0 takes all."""
+    """How many tokens of each of `samples` samples give a stable fit of `width` channels; 0 means all."""
     return math.ceil(max(ENOUGH_TOKENS, ENOUGH_PER_CHANNEL * width) / samples) if samples else 0

@@ -21,13 +21,13 @@ from corp.numerics.place import Place
 from corp.sites import AttentionSite, OutputHead, Site
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)
-OPTIONAL = ("kron", "lengths", "attended")  # tensors that some sums have and others not
+OPTIONAL = ("kron", "lengths", "attended")  # tensors that only some sums have
 AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"
 
 
 @dataclass
 class SiteSums(Generic[Sums]):
-    """The sums of one site, a share of the batches kept apart: what is fitted on `fit` is judged on `held`."""
+    """The sums of one site, with some batches held out: a fit on `fit` is evaluated on `held`."""
 
     fit: Sums
     held: Sums
@@ -41,7 +41,7 @@ class SiteSums(Generic[Sums]):
         return SiteSums(self.fit, self.fit.empty())
 
     def at(self, place: Place) -> SiteSums[Sums]:
-        """These sums at another place: themselves if they are there."""
+        """These sums at another place; themselves if they are there already."""
         return SiteSums(_at(self.fit, place), _at(self.held, place))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -51,7 +51,7 @@ class SiteSums(Generic[Sums]):
 
 
 def empty_sums(site: Site | OutputHead) -> dict[str, AnySums]:
-    """Empty sums of one site, by name: an attention has those of rotated and of other dimensions, if any."""
+    """Empty sums of one site, by name; an attention has sums of rotated and of other dimensions, if any."""
     if not isinstance(site, AttentionSite):
         return {site.name: SiteSums(Moments(site.inputs), Moments(site.inputs))}
     sums: dict[str, AnySums] = {}
@@ -65,7 +65,7 @@ def empty_sums(site: Site | OutputHead) -> dict[str, AnySums]:
 
 
 def _at(sums: Sums, place: Place) -> Sums:
-    """The sums with their tensors on the place's device, those of float64 in its dtype."""
+    """The sums with their tensors on the place's device, and float64 ones in its dtype."""
 
     def moved(x: Tensor) -> Tensor:
         return x.to(place.device, place.dtype if x.dtype == torch.float64 else x.dtype)
@@ -82,7 +82,7 @@ def _at(sums: Sums, place: Place) -> Sums:
 
 @dataclass(frozen=True)
 class Entry:
-    """One site's line in a manifest: what its file must hold. An MLP has no heads, only rotary sums count key heads."""
+    """One site's entry in a manifest: its file's contents. MLPs have no heads; only rotary sums have key heads."""
 
     width: int
     heads: int
@@ -127,7 +127,7 @@ def write_sums(path: Path, sums: AnySums) -> None:
 
 
 def read_sums(path: Path, entry: Entry) -> AnySums:
-    """Read one site's file, after its header was found to hold what the manifest promises."""
+    """Read one site's file, after checking its header against the manifest."""
     shapes = entry.shapes()
     try:
         with safe_open(path, framework="pt") as file:
@@ -148,21 +148,21 @@ def read_sums(path: Path, entry: Entry) -> AnySums:
 
 
 def _plausible(tensor: Tensor, *, counts: bool) -> bool:
-    """Counts are whole and not negative, sums are finite numbers."""
+    """Whether counts are whole and not negative, and sums are finite."""
     if counts:
         return tensor.dtype == torch.int64 and bool((tensor >= 0).all())
     return tensor.dtype in (torch.float32, torch.float64) and bool(torch.isfinite(tensor).all())
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """Equal; -1 takes any length, and a shift may be empty (no tokens seen)."""
+    """Whether the shapes are equal; -1 matches any length, and a shift may be empty (no tokens seen)."""
     if len(shape) != len(expected):
         return False
     return shape == (0,) or all(e in (-1, s) for s, e in zip(shape, expected, strict=True))
 
 
 class LazySums(Mapping[str, AnySums]):
-    """Sums of the sites in `names`, each made when it is asked for, and forgotten when let go."""
+    """Sums of the sites in `names`, each computed on access and not cached."""
 
     def __init__(self, names: Collection[str], make: Callable[[str], AnySums]) -> None:
         self._names, self._make = names, make
@@ -171,7 +171,7 @@ class LazySums(Mapping[str, AnySums]):
         return self._make(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names  # Mapping's own would make them to find out
+        return name in self._names  # Mapping's own method would compute them
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -181,10 +181,10 @@ class LazySums(Mapping[str, AnySums]):
 
 
 def stored(entries: Mapping[str, Entry], locate: Callable[[str], Path]) -> LazySums:
-    """Sums that stay in their folder: each is read when asked for."""
+    """Sums that stay in their folder; each is read on access."""
     return LazySums(entries, lambda name: read_sums(locate(entries[name].file), entries[name]))
 
 
 def changed(sums: Mapping[str, AnySums], change: Callable[[str, AnySums], AnySums]) -> LazySums:
-    """Sums that are changed when they are asked for."""
+    """Sums that are changed on access."""
     return LazySums(sums, lambda name: change(name, sums[name]))

@@ -1,4 +1,4 @@
-"""Everything calibration leaves behind: one set of sums per site, and where they came from."""
+"""The result of calibration: one set of sums per site, and where they came from."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Statistics(Tabular):
         return _of_kind(PairSums, self.sums, name)
 
     def fitted(self) -> Statistics:
-        """The statistics without the held-out batches, so that models made from them can be tried on those."""
+        """The statistics without the held-out batches, so that models made from them can be evaluated on those."""
         return replace(self, sums=changed(self.sums, lambda _name, sums: sums.fitted()))
 
     def at(self, places: Mapping[str, Place]) -> Statistics:
-        """The statistics with the sums of every site at its place, moved when they are asked for."""
+        """The statistics with the sums of every site at its place, moved on access."""
 
         def moved(name: str, sums: AnySums) -> AnySums:
             return sums.at(places[name]) if name in places else sums
@@ -84,14 +84,14 @@ class Statistics(Tabular):
 
 
 def merged_header(first: Statistics, second: Statistics) -> dict[str, Any]:
-    """Samples, weights, inputs and origin of the sum of two; refuses what does not add."""
+    """Samples, weights, inputs and origin of the sum of two; refuses statistics that cannot be added."""
     if first.weights != second.weights:
         raise StatisticsError("these statistics were taken with different weights and cannot be added")
     if set(first.sums) != set(second.sums):
         raise StatisticsError("these statistics cover different sites and cannot be added")
     a, b = first.origin, second.origin
     common = {key: value for key, value in a.items() if b.get(key) == value and key != "parts"}
-    parts = [*a.get("parts", [a]), *b.get("parts", [b])]  # listed, so that data counted twice is noticed
+    parts = [*a.get("parts", [a]), *b.get("parts", [b])]  # listed, to detect data that is counted twice
     return {
         "samples": first.samples + second.samples,
         "weights": first.weights,
@@ -112,19 +112,19 @@ def merge(parts: Sequence[Path], out: Path) -> Statistics:
 
 
 def _sum_on_demand(first: Statistics, second: Statistics) -> Statistics:
-    """The sum of two, in which a site's sums are read and added when they are asked for."""
+    """The sum of two, in which a site's sums are read and added on access."""
     sums = changed(first.sums, lambda name, sums: added(sums, second.sums[name]))
     return Statistics(sums, **merged_header(first, second))
 
 
 def _sources(stats: Statistics) -> list[str]:
-    """Fingerprints of the data that went in."""
+    """Fingerprints of the data that the statistics contain."""
     parts = stats.origin.get("parts", [stats.origin])
     return [part["data fingerprint"] for part in parts if "data fingerprint" in part]
 
 
 def write_site(folder: Path, number: int, sums: AnySums) -> Entry:
-    """One site's file in a statistics folder, and its line for the manifest."""
+    """Write one site's file into a statistics folder; returns its entry for the manifest."""
     entry = entry_of(sums, f"site-{number:04}.safetensors")
     write_sums(folder / entry.file, sums)
     return entry
@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_entries(file: Path, sites: Any) -> dict[str, Entry]:
-    """The lines of sites in a file of JSON that may come from anybody."""
+    """The entries of sites in a JSON file, which may be untrusted."""
     if not isinstance(sites, dict):
         raise StatisticsError(f"{file}: 'sites' is not an object")
     return {str(name): _entry(file, name, raw) for name, raw in sites.items()}

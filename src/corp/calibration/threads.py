@@ -1,4 +1,4 @@
-"""Other threads may use a model meanwhile: hooks act in one thread, and the last one to leave restores settings."""
+"""Thread safety: hooks act only in their own thread, and the last thread to finish restores settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 _lock = RLock()
-_inside: dict[Hashable, tuple[int, Callable[[], None]]] = {}  # how many are inside, and what puts the setting back
+_inside: dict[Hashable, tuple[int, Callable[[], None]]] = {}  # how many are open, and what restores the setting
 
 
 class Here:
-    """A hook for calls of the thread that made it; those of others pass it by."""
+    """A hook for calls of the thread that made it; it ignores calls of others."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook, self.thread = hook, get_ident()
@@ -24,19 +24,19 @@ class Here:
 
 
 def here(hook: Callable[..., Any]) -> Here:
-    """The hook, for calls of this thread alone."""
+    """The hook, limited to calls of this thread."""
     return Here(hook)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything but another thread's pruning watches the module, and may change what it computes."""
+    """Whether the module has hooks, other than those of another thread's pruning, that may change its output."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not isinstance(hook, Here) or hook.thread == get_ident() for hook in hooks)
 
 
 @contextmanager
 def shared(changes: Mapping[Hashable, Callable[[], Callable[[], None]]]) -> Iterator[None]:
-    """Inside, settings are changed: the first to come calls a change, the last to leave what that returned."""
+    """Change settings within this context: the first thread to enter applies a change, the last to leave undoes it."""
     with _lock:
         for key, change in changes.items():
             count, back = _inside[key] if key in _inside else (0, change())

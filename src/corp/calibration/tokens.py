@@ -1,4 +1,4 @@
-"""Tokens of a batch by sample: which are real, and which of them are taken."""
+"""Tokens of a batch by sample: which are real, and which of them are used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from corp.errors import StatisticsError
 from corp.sites import Mask
 
-GOLDEN = 0.6180339887498949  # the fraction whose multiples spread most evenly
+GOLDEN = 0.6180339887498949  # the fraction whose multiples are spread most evenly
 
 
 def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -19,10 +19,10 @@ def real_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None = None) -> Tensor | None:
     """(B, n, D) -> (m, D): `tokens` of every sample's real ones, one from each of as many equal stretches.
 
-    Where in its stretch a token lies differs from stretch to stretch and from sample to sample: patches come row by
-    row, so equal steps could take one column of an image and nothing else. Which ones depends on the sample and its
-    index alone, not on how samples are batched, padded or shared out to workers. None means all; samples that are
-    shorter than `tokens` give all they have.
+    The position of a token in its stretch varies between stretches and samples: patches are ordered row by row, so
+    equal steps could select a single column of an image. The choice depends only on the sample and its index, not on
+    how samples are batched, padded or distributed to workers. None means all; samples that are shorter than `tokens`
+    contribute all their tokens.
     """
     if x.dim() != 3 or tokens == 0:
         return None
@@ -30,7 +30,7 @@ def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None
     lengths = torch.full((B, 1), n) if mask is None else mask.sum(1, keepdim=True).cpu()  # (B, 1)
     if tokens >= int(lengths.max()):
         return None
-    bounds = torch.arange(tokens + 1) * lengths // tokens  # (B, m + 1): where stretches begin and end
+    bounds = torch.arange(tokens + 1) * lengths // tokens  # (B, m + 1): the ends of stretches
     order = torch.arange(first_sample, first_sample + B)[:, None] + torch.arange(tokens)  # (B, m)
     within = order.double() * GOLDEN % 1 * (bounds[:, 1:] - bounds[:, :-1])
     chosen = bounds[:, :-1] + within.long()
@@ -45,12 +45,12 @@ def choose_tokens(x: Tensor, tokens: int, first_sample: int, mask: Tensor | None
 
 
 def as_batch(x: Tensor) -> Tensor:
-    """(B, n, C); an unbatched (n, C) is one sample, and (B, h, w, C) has h w tokens."""
+    """x as (B, n, C); an unbatched (n, C) is one sample, and (B, h, w, C) has h w tokens."""
     return x[None] if x.dim() == 2 else x.flatten(1, -2)
 
 
 def of_same_samples(q: Tensor, k: Tensor, *, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Queries and keys (B, n, C): the one query of a class token has no length, and a model's own ones no samples."""
+    """Queries and keys as (B, n, C), also for a class token's query without length, or learned ones without batch."""
     if q.dim() < k.dim():
         q = q[:, None] if len(q) == len(k) else q[None]
     q, k = (as_batch(x) if batch_first else x.transpose(0, 1) for x in (q, k))
@@ -60,7 +60,7 @@ def of_same_samples(q: Tensor, k: Tensor, *, batch_first: bool) -> tuple[Tensor,
 
 
 def as_samples(x: Tensor, mask: Tensor | None, size: int, *, batch_first: bool) -> Tensor:
-    """Tokens by sample: some models flatten (B, n, D) to (B n, D) before the MLP, some put the sequence first."""
+    """Tokens by sample, also of models that flatten (B, n, D) to (B n, D) before the MLP or put the sequence first."""
     if x.dim() == 3:
         return x if batch_first else x.transpose(0, 1)
     if x.dim() != 2:

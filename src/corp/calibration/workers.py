@@ -1,4 +1,4 @@
-"""Several processes, one run: who takes which batch or site, and adding up what they found (torch.distributed)."""
+"""One run in several processes: which process takes which batch or site, and adding up results (torch.distributed)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """A worker that was killed closes its connections, which the others notice at once."""
+    """Report a killed worker: its connections close, which the others notice at once."""
     try:
         yield
     except RuntimeError as error:
@@ -32,18 +32,18 @@ def _reached() -> Iterator[None]:
 
 
 class Workers:
-    """This process among `world` of them. One process alone is the case world = 1, and needs no torch.distributed."""
+    """This process among `world` of them. A single process has world = 1, and needs no torch.distributed."""
 
     def __init__(self, rank: int = 0, world: int = 1, group: Any = None) -> None:
         self.rank, self.world, self._group = rank, world, group
 
     def takes(self, batch: int) -> bool:
-        """Batches are dealt out in turn, so shards differ by one batch at most."""
+        """Whether this worker takes the batch; they take turns, so shards differ by at most one batch."""
         return batch % self.world == self.rank
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Work that may fail on any worker: at its end all learn whether it did, and then raise the same error."""
+        """For work that may fail on any worker: at its end all workers know, and raise the same error."""
         problem = None
         try:
             yield
@@ -56,7 +56,7 @@ class Workers:
             raise StatisticsError(f"the run failed on {len(failed)} of {self.world} workers; {failed[0]}")
 
     def gather(self, value: Any) -> list[Any]:
-        """One small value from everybody, in order of rank."""
+        """One small value from every worker, in order of rank."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
@@ -65,9 +65,9 @@ class Workers:
         return list(values)
 
     def map(self, work: Callable[[Item], Made], items: Sequence[Item], cost: Callable[[Item], float]) -> list[Made]:
-        """work(item) of all items, in order, on every worker; dealt out by predicted cost, the highest first.
+        """work(item) of all items, in order, on every worker; distributed by predicted cost, the highest first.
 
-        Each item is worked on by one worker, whose tensors the others get: the same bits as one process has.
+        One worker processes each item and sends its tensors to the others: the same bits as in a single process.
         """
         if self.world == 1:
             return [work(item) for item in items]
@@ -88,7 +88,7 @@ class Workers:
         return sums
 
     def add_up(self, sums: AnySums) -> AnySums:
-        """The sum over all workers on rank 0 (added in order of rank, so always the same bits); others keep theirs."""
+        """The sum over all workers on rank 0, added in order of rank for reproducible bits; others keep theirs."""
         if self.world == 1:
             return sums
         sums = sums.at(Place(HOST, torch.float64))
@@ -122,7 +122,7 @@ class Workers:
 
 
 def dealt(costs: Sequence[float], workers: int) -> list[int]:
-    """The worker of every item: the most expensive items first, each to the worker with the least to do."""
+    """The worker of every item: the most expensive items first, each to the least loaded worker."""
     load, owners = [0.0] * workers, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         owners[number] = load.index(min(load))
@@ -131,9 +131,9 @@ def dealt(costs: Sequence[float], workers: int) -> list[int]:
 
 
 def current() -> Workers:
-    """The workers of the process group that is up, or this process alone.
+    """The workers of the current process group, or this process alone.
 
-    Sums are added on the host through gloo, whatever backend the user's own group has: they are few and float64.
+    Sums are added on the host through gloo, whatever the backend of the user's own group, as they are few and float64.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Workers()

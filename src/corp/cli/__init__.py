@@ -1,4 +1,4 @@
 """The command line: one file per command, each of them thin. Nothing imports it.
 
-Words come in; the verbs of `corp.api` do the work; tables, JSON and exit codes go out.
+It passes command-line arguments to the functions of `corp.api`, and prints tables or JSON and sets exit codes.
 """

@@ -60,7 +60,7 @@ def analyze(
 
 
 def _statistics(source: a.Source, stats: Path | None, settings: Any) -> tuple[Sites, Statistics]:
-    """Sites and sums. Sums of an earlier calibration need no weights: the table describes the model they saw."""
+    """Sites and sums. Sums of an earlier calibration need no weights: the table describes the model they come from."""
     if stats is None:
         model, found = calibrated(source, settings=settings)
         return find_sites(model), found

@@ -1,6 +1,6 @@
-"""The options that commands share, each spelled once: dataclasses whose fields carry their help, panel and default.
+"""The options that commands share, each defined once: dataclasses whose fields have their help, panel and default.
 
-`corp.cli.expand` makes options of them. Nothing heavy is imported here, so that `--help` is fast.
+`corp.cli.expand` turns them into options. Nothing heavy is imported here, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DATA, MACHINE, OUTPUT = "Model and data", "Machine", "Output"
 PANELS = (DATA, REMOVE, HOW, BUDGET, MACHINE, OUTPUT)  # in this order in every --help
-# The options of prune and plan that people use first; they stand above all panels.
+# The most used options of prune and plan; they are listed above all panels.
 FIRST = (
     "calib", "out", "sparsity", "target_macs", "target_params", "min_agreement", "mlp", "attn", "preset", "weights",
     "samples",
@@ -137,12 +137,12 @@ class Source:
             min=0,
         ),
     ] = 0
-    images: int = IMAGES  # what --samples is for images by default; no option of its own
+    images: int = IMAGES  # the default of --samples for images; not an option itself
 
 
 @dataclass(frozen=True)
 class Collection:
-    """How much of the data the statistics take in, and how much memory they may use."""
+    """How much of the data the statistics use, and how much memory they may take."""
 
     sample_tokens: Annotated[
         str,

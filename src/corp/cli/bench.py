@@ -31,14 +31,14 @@ from corp.surgery.apply import history
 SIZES = ("model", "parameters", "MACs", "on disk", "peak memory", "latency p50", "p95", "throughput")
 GAINS = ("against {}", "latency", "95 % interval", "throughput", "95 % interval", "ideal", "reached")
 SEQ_LEN = 512  # tokens per sequence by default
-LATENCY_CALLS = 5  # per round: a percentile wants more calls than a median of rounds does
-# Per kind: its name in --round-to, and the width that kernels take whole.
+LATENCY_CALLS = 5  # per round: a percentile needs more calls than a median of rounds
+# For each kind: its name in --round-to, and the width that fills kernel tiles.
 TILES = {kind: (key, FAST[key]) for kind, key in ROUNDING_KEYS.items()}
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to time; `dense_widths` are those its pruned sites had once."""
+    """A model to time; `dense_widths` are the original widths of its pruned sites."""
 
     name: str
     model: nn.Module
@@ -47,7 +47,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found about one model."""
+    """The measurements of one model."""
 
     name: str
     sizes: Sizes
@@ -89,7 +89,7 @@ def bench(
         raise ModelError("give either --seq-len or --input, not both")
     for contender in contenders:
         if seq_len is not None and takes_texts(contender.model):
-            sequence_length(contender.model, None, seq_len)  # refuses what is longer than the context
+            sequence_length(contender.model, None, seq_len)  # refuses sequences longer than the context
     shape = common_shape(contenders, input if seq_len is None else str(seq_len))
     with _threads(threads), torch.inference_mode():
         measured = measure(contenders, shape, batch, rounds)
@@ -112,7 +112,7 @@ def bench(
 
 
 def common_shape(contenders: list[Contender], given: str | None) -> tuple[int, ...]:
-    """The shape of one sample, which all models must share: ratios of different work say nothing."""
+    """The shape of one sample, which all models must share so that their times are comparable."""
     if given is not None:
         parts = given.split("x")
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -126,7 +126,7 @@ def common_shape(contenders: list[Contender], given: str | None) -> tuple[int, .
 
 
 def sample_shape(contender: Contender) -> tuple[int, ...]:
-    """What the model's patch embedding was built for, else what its configuration says."""
+    """The input shape of the model's patch embedding, otherwise that of its configuration."""
     model: Any = contender.model
     if takes_texts(model):
         from corp.adapters import hf_models
@@ -222,7 +222,7 @@ def _gain_row(name: str, gain: timing.Gain) -> list[str]:
 
 
 def gather(names: list[str], device: str, dtype: str) -> list[Contender]:
-    """The models by name, placed; a lone pruned folder comes after its dense base."""
+    """The models by name, on their device; a single pruned folder is compared with its dense base."""
     if len(names) == 1 and (Path(names[0]) / storage.MANIFEST).is_file():
         folder = Path(names[0])
         try:
@@ -243,7 +243,7 @@ def _contender(name: str, device: str, dtype: str) -> Contender:
 
 
 def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> list[str]:
-    """Why pruning helps less than its MACs promise: causes that shapes and times show, each with its remedy."""
+    """Why pruning gains less than its MACs suggest: causes visible in shapes and times, each with its remedy."""
     sites = find_sites(contender.model)
     changed = [s for s in sites if s.width < contender.dense_widths.get(s.name, s.width)]
     values = {site.attention: site.width for site in sites.values}
@@ -260,7 +260,7 @@ def explain(contender: Contender, times: timing.Times, gain: timing.Gain) -> lis
 
 
 def _unequal_widths(contender: Contender, narrow: list[tuple[AttentionSite, int]]) -> Iterator[str]:
-    """What surgery.attention.attend has to do for values of another width than queries and keys."""
+    """How surgery.attention.attend handles values of another width than queries and keys."""
     if not narrow:
         return
     on_cuda = placement(contender.model)[0].type == "cuda"

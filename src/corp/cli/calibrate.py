@@ -1,4 +1,4 @@
-"""corp calibrate: the data pass, once, into a folder that serves every later decision."""
+"""corp calibrate: one data pass into a folder that serves every later decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""corp check: does a saved model do what its plan says, on data of yours?"""
+"""corp check: compares a saved model with its plan, on your own data."""
 
 from __future__ import annotations
 

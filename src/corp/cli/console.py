@@ -1,4 +1,4 @@
-"""What the commands print: tables and progress for people, JSON for machines, one line for errors."""
+"""The output of commands: tables and progress for people, JSON for programs, one line for errors."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from corp.recipe import Recipe
 
 P = ParamSpec("P")
 INTERNAL = 70  # the exit code of a defect, as in sysexits.h
-# What an interrupted command leaves behind, and how to go on.
+# What an interrupted command leaves behind, and how to continue.
 _KEPT = {
     "calibrate": "the last checkpoint is kept; start the same command again to continue",
     "sweep": "with -o, finished cases are kept; start the same command again to continue",
     "prune": "no output was written; to keep the data pass, use `corp calibrate -o STATS`, then `--stats STATS`",
 }
 _NOTHING = "no output was written; start the command again"
-# Python arguments that are no fields of the recipe, and what the command line calls them.
+# Python arguments that are not fields of the recipe, and their names on the command line.
 _ARGUMENTS = {
     "field": "--text-field", "scale": "--depth-scale", "ignore": "--ignore", "checkpoint_seconds": "--checkpoint-every",
     **{name: flag(name) for name in (
@@ -48,7 +48,7 @@ _ARGUMENTS = {
 _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory", "failed to map segment", "start new thread")
 out = Terminal()
 err = Terminal(stderr=True)
-_stopped: list[int] = []  # the signals that came
+_stopped: list[int] = []  # the signals received
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
@@ -66,7 +66,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def told(kept: str = _NOTHING) -> Iterator[None]:
-    """Tell whatever ends a command in one line, with an exit code; `kept` is what an interrupted one leaves."""
+    """Report whatever ends a command in one line, with an exit code; `kept` is what an interrupted one leaves."""
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -99,7 +99,7 @@ def heed_signals() -> None:
 
     def swallowed(what: sys.UnraisableHookArgs) -> None:
         if _stopped and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
-            signal.setitimer(signal.ITIMER_REAL, 0.01)  # it hit a destructor, which nothing leaves: once more, soon
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # a destructor lost the exception: repeat it soon
         else:
             sys.__unraisablehook__(what)
 
@@ -125,7 +125,7 @@ def _explained(error: Exception) -> tuple[str, int]:
         return f"the disk is full: {text}. Free some space, or write elsewhere with -o; nothing was left behind", 1
     if isinstance(error, CorpError):
         return in_flags(text), 1
-    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("corp."):  # those are defects
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("corp."):  # otherwise it is a defect
         return f"{error.name} is not installed: pip install 'corp-prune[all]'", 1
     if isinstance(error, MemoryError) or any(sign in text for sign in _NO_MEMORY):  # of torch, a RuntimeError
         return "out of memory; use a smaller --batch-size or fewer --samples", 1
@@ -173,7 +173,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: names come from anybody's files, and could command the terminal."""
+    """The text with control characters escaped: names may come from untrusted files, and could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -193,7 +193,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: names are never read as markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text, so that names are never interpreted as markup
     terminal.print(table)
 
 
@@ -207,11 +207,11 @@ class Console(Bars):
         note(in_flags(message))
 
     def finished(self, gained: str) -> None:
-        """Leave the last line to the command, which knows where the result is."""
+        """Print nothing: the command prints the last line, because it knows where the result is."""
 
 
 @contextmanager
 def progress(what: str, total: int | None, unit: str, *, quiet: bool = False) -> Iterator[Advance]:
-    """Show a bar with rate and time left on a terminal; without a total, the time that has passed."""
+    """Show a bar with rate and time left on a terminal; without a total, the elapsed time."""
     with (Observer() if quiet else Console()).stage(what, total, unit) as advance:
         yield advance

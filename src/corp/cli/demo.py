@@ -1,4 +1,4 @@
-"""corp demo: the point of the method in half a minute, without any download."""
+"""corp demo: shows the method in half a minute, without any download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deployment data: a second sample, of what the model will see in use, with which a plan is compared."""
+"""Deployment data: a second sample, of the data that the model will see in use, on which a plan is evaluated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeploymentWatch(Console):
     dense: nn.Module
     deployment: Deployment
     settings: Settings
-    tell: Callable[[Sites], str] | None = None  # what is to be said once the model's sites are known
+    tell: Callable[[Sites], str] | None = None  # makes a line to print once the model's sites are known
     sites: Sites | None = None
     stats: Statistics = field(default_factory=Statistics)
     seen: Statistics | None = None
@@ -39,7 +39,7 @@ class DeploymentWatch(Console):
     def found(self, sites: Sites) -> None:
         self.sites = sites
         if self.tell is not None:
-            with suppress(CorpError):  # of a model that cannot be exported; pruning it is another matter
+            with suppress(CorpError):  # a model that cannot be exported can still be pruned
                 note(self.tell(sites))
 
     def calibrated(self, stats: Statistics) -> Statistics:
@@ -51,7 +51,7 @@ class DeploymentWatch(Console):
         return self.stats
 
     def measured(self, plan: Plan) -> Shift | None:
-        """The shift between the two samples, with a warning where it matters; None without deployment data."""
+        """The shift between the two samples, with a warning if it is large; None without deployment data."""
         if self.seen is None:
             return None
         with progress("comparing with deployment", len(plan.sites), "sites") as advance:

@@ -23,7 +23,7 @@ def require_source(source: Source, stats: Path | None = None) -> None:
 
 
 def require_model(name: str, weights: Path | None = None, *, pretrained: bool = True) -> None:
-    """Refuse a model or a weights file that does not exist; without a file, pretrained weights must be in reach."""
+    """Refuse a model or a weights file that does not exist; without a file, pretrained weights must be reachable."""
     from corp.adapters import hub, timm_names
 
     if weights is not None:

@@ -1,4 +1,4 @@
-"""corp eval: what several models do on the same data, side by side: images, maps or texts, whichever they take."""
+"""corp eval: several models side by side on the same data: images, maps or texts, depending on the models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def evaluate(
 
 
 def measured(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
-    """Measure models by name on the same data; the first is the one that the others are compared with."""
+    """Measure models by name on the same data; the others are compared with the first."""
     if _common_kind(loaded) != IMAGE:
         if asked.labels is not None:
             raise DataError("--labels is for images only")
@@ -54,7 +54,7 @@ def measured(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
     for name, value in (for_texts | {"--tasks": asked.tasks}).items():
         if value:
             raise DataError(f"{name} is for texts, but these models take images")
-    if asked.task or asked.head or all(task_of(model) for model in loaded.values()):  # these give maps
+    if asked.task or asked.head or all(task_of(model) for model in loaded.values()):  # these predict maps
         return eval_dense.evaluate_dense(loaded, asked)
     return eval_images.evaluate_images(loaded, asked)
 

@@ -26,7 +26,7 @@ BATCH = 8  # images of dense tasks are large
 
 
 def evaluate_dense(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
-    """Measure the models' maps; the first model is the one that the others are compared with."""
+    """Measure the models' maps; the others are compared with the first model."""
     name, model = next(iter(loaded.items()))
     head, info = load_head(asked.head) if asked.head else (None, None)
     task = _task(loaded, info, asked.task)
@@ -69,7 +69,7 @@ def _task(loaded: dict[str, nn.Module], info: HeadInfo | None, wanted: str | Non
 
 
 def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[Row]:
-    """The scores; of all but the first also their difference from the first's, and closeness to the first's maps."""
+    """The scores; for all but the first, also the difference from its scores and the closeness to its maps."""
     truths = [score.truth.estimates() if score.truth else {} for score in metrics]
     rows = []
     for i, ((name, model), truth, score) in enumerate(zip(loaded.items(), truths, metrics, strict=True)):
@@ -82,13 +82,13 @@ def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[Row]:
 
 
 def ignored_by(model: nn.Module) -> int:
-    """The label that a whole model of transformers says it ignores."""
+    """The label that a whole model of transformers ignores, by its config."""
     ignore = getattr(getattr(model, "config", None), "semantic_loss_ignore_index", IGNORE)
     return int(ignore) if isinstance(ignore, int) else IGNORE
 
 
 def _batches(asked: Evaluation, transform: WholeImage, *, compared: bool) -> DensePairs | ImageBatches:
-    """Images with their maps; images alone where there are no maps and another model to compare with."""
+    """Images with their maps; images alone if there are no maps but another model to compare with."""
     size = asked.batch_size or BATCH
     found = {path: place for folder in asked.data for path, place in match_maps(folder)}
     chosen = choose(list(found), asked.samples, asked.seed)
@@ -105,7 +105,7 @@ def _batches(asked: Evaluation, transform: WholeImage, *, compared: bool) -> Den
 
 
 def whole_image(name: str, model: nn.Module, given: str | None, known: tuple[int, int] | None) -> WholeImage:
-    """The preprocessing of dense tasks: --image-size, else the head's, else the model's own size; no crop."""
+    """The preprocessing of dense tasks: --image-size, otherwise the head's size, otherwise the model's; no crop."""
     config = getattr(model, "pretrained_cfg", None)  # of timm
     if config:
         return WholeImage(parse_size(given) or known or tuple(config["input_size"][1:]), config["mean"], config["std"])
@@ -129,7 +129,7 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
 
 
 def sized(model: nn.Module, size: tuple[int, ...]) -> None:
-    """Make a model of timm take images of this size, as loaded: its position embeddings are resampled."""
+    """Make a timm model accept images of this size; its position embeddings are resampled."""
     require_patches(model, size)
     embed: Any = getattr(model, "patch_embed", None)
     resize = getattr(model, "set_input_size", None)
@@ -138,7 +138,7 @@ def sized(model: nn.Module, size: tuple[int, ...]) -> None:
 
 
 def require_patches(model: nn.Module, size: tuple[int, ...]) -> None:
-    """Refuse an image size that is no multiple of the patches."""
+    """Refuse an image size that is not a multiple of the patches."""
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     if patch and any(side % one for side, one in zip(size, patch, strict=True)):
         raise DataError(f"an image size of {size[0]} x {size[1]} is not a multiple of the patch size {patch[0]}")
@@ -147,7 +147,7 @@ def require_patches(model: nn.Module, size: tuple[int, ...]) -> None:
 def used_with(
     source: Source, model: nn.Module, head: Path | None, image_size: str | None
 ) -> tuple[ImageBatches, Forward | None]:
-    """Calibration images at the size that a backbone is used at, and how it runs under the head that reads it."""
+    """Calibration images at the size in use, and the function that runs the backbone under its head."""
     found, info = load_head(head) if head else (None, None)
     transform = whole_image(source.model, model, image_size, info.image_size if info else None)
     require_patches(model, transform.size)
@@ -167,7 +167,7 @@ def used_with(
 
 
 def show_dense(content: dict[str, Any], rows: list[Row]) -> None:
-    """One table of scores, and one of differences and closeness where models are compared."""
+    """Print a table of scores, and one of differences and closeness if models are compared."""
     title = f"{content['task']}, {content['data']['images']} images, 95 % intervals over images"
     names = list(rows[0].numbers)
     if names:

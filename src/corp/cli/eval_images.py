@@ -1,4 +1,4 @@
-"""corp eval on images: accuracy where there are labels, agreement with the dense model and features."""
+"""corp eval on images: accuracy if there are labels, agreement with the dense model and features."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = ("model", "params", "top-1 %", "top-5 %", "top-1 − dense", "agreemen
 
 
 def evaluate_images(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
-    """Measure the models on the images; the first is the one that the others are compared with."""
+    """Measure the models on the images; the others are compared with the first."""
     contenders = _contenders(loaded)
     (first, dense), *others = loaded.items()
     images, batches = image_batches(loaded, asked)
@@ -52,7 +52,7 @@ def evaluate_images(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluate
 def image_batches(
     loaded: dict[str, nn.Module], asked: Evaluation
 ) -> tuple[ImageBatches, ImageBatches | LabelledBatches]:
-    """The images as the models want them, alone and with their labels; twice the same if these are not known."""
+    """The preprocessed images, without and with their labels; twice the same if labels are unknown."""
     paths = choose(list_images(asked.data), asked.samples, asked.seed)
     labels = _labels(asked, *next(iter(loaded.items())))
     size = asked.batch_size or IMAGE_BATCH
@@ -61,7 +61,7 @@ def image_batches(
 
 
 def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:
-    """Every model with what is measured of it; features of all but the first, which the others are compared with."""
+    """Every model with its metrics; features for all but the first, with which the others are compared."""
     classes = {name: classes_of(model) for name, model in loaded.items()}
     if len(set(classes.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in classes.items())
@@ -75,7 +75,7 @@ def _contenders(loaded: dict[str, nn.Module]) -> list[Contender]:
 
 
 def _labels(asked: Evaluation, name: str, model: nn.Module) -> dict[Path, int] | None:
-    """The class of every image, from --labels or the names of folders and files; None if they say nothing."""
+    """The class of every image, from --labels or the names of folders and files; None if they do not show it."""
     classes = classes_of(model)
     if asked.labels == "none":
         return None
@@ -93,7 +93,7 @@ def _labels(asked: Evaluation, name: str, model: nn.Module) -> dict[Path, int] |
 
 
 def _preprocessing(loaded: dict[str, nn.Module]) -> Any:
-    """The one transform of all the models: they share a pass over the data."""
+    """The common transform of all models, which share a pass over the data."""
     transforms = {name: preprocessing_of(name, model) for name, model in loaded.items()}
     first = next(iter(loaded))
     for name, transform in transforms.items():
@@ -106,7 +106,7 @@ def _preprocessing(loaded: dict[str, nn.Module]) -> Any:
 
 
 def _line(transform: Any) -> str:
-    # A size that went through JSON is a list, otherwise a tuple: the same size.
+    # A size that was read from JSON is a list, otherwise it is a tuple.
     return " ".join(str(transform).translate(str.maketrans("[]", "()")).split())
 
 

@@ -30,7 +30,7 @@ NUMBERS = {m.CAUSAL: ("perplexity", "perplexity_ratio", "agreement", "kl"), m.EN
 
 
 def evaluate_texts(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated:
-    """Measure the models on the texts; the first is the one that the others are compared with."""
+    """Measure the models on the texts; the others are compared with the first."""
     first, models = next(iter(loaded)), list(loaded.values())
     kind = m.kind_of(models[0])
     tasks = [task.strip() for task in (asked.tasks or "").split(",") if task.strip()]
@@ -102,9 +102,9 @@ def text_batches(model: nn.Module, tokenizer: Any, kind: str, asked: Evaluation)
 
 
 def judge(kind: str, models: Sequence[nn.Module], batches: text.TextBatches, *, keep: bool = False) -> list[Any]:
-    """A metric of every model, compared with the first, in one pass; of encoders, `keep` keeps the embeddings."""
+    """The metric of every model, compared with the first, in one pass; `keep` keeps the embeddings of encoders."""
     metric: Any = NextTokens if kind == m.CAUSAL else partial(Embeddings, keep)
-    # Models with a head of their own give hidden states only when asked.
+    # Models with a head return hidden states only on request.
     asking = (({**batch, "output_hidden_states": True}, mask) for batch, mask in batches.masked())
     data = batches.scored() if kind == m.CAUSAL else asking
     where = f"evaluating on {placement(models[0])[0]}"
@@ -120,7 +120,7 @@ def _measure_sts(models: Sequence[nn.Module], rows: Sequence[Row], tokenizer: An
     batches = text.of_texts(pairs.sentences, tokenizer, length=length, batch_size=asked.batch_size or 64)
     for row, metric in zip(rows, judge(m.ENCODER, models, batches, keep=True), strict=True):
         row.numbers["spearman"] = sts_spearman(torch.cat(metric.kept), pairs.scores)
-        if row is not rows[0] and not asked.data:  # the sentences of the pairs serve the comparison too
+        if row is not rows[0] and not asked.data:  # the sentences of the pairs are also used for the comparison
             row.numbers |= metric.intervals()
     return len(pairs.scores)
 

@@ -1,4 +1,4 @@
-"""What corp eval is asked, and what it answers of one model: a line of a table, and an object of --json."""
+"""The options of corp eval, and its results for one model: a line of a table, and an object of --json."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Evaluation:
 
 @dataclass
 class Row:
-    """A model, under the name it was given; `extra` holds what is not a number with an interval."""
+    """A model, under its given name; `extra` holds results that are not a number with an interval."""
 
     name: str
     params: int
@@ -80,7 +80,7 @@ class Row:
 
 
 def base_name(name: str) -> str:
-    """The score that a comparison with the dense model is of."""
+    """The name of the score that a comparison with the dense model refers to."""
     return name.removesuffix(AWAY).removesuffix(CLOSE)
 
 

@@ -1,4 +1,4 @@
-"""Commands take dataclasses; the command line takes one option per field. This turns the one into the other.
+"""Turns dataclass parameters of commands into command-line options, one per field.
 
 The options of `corp.Recipe` are made from its fields, too: None unless given, so that a preset can decide.
 """
@@ -21,7 +21,7 @@ from corp.recipe.checks import checked_sparsity
 
 Parameters = dict[str, inspect.Parameter]
 YES_NO = {"auto": "auto", "yes": True, "no": False}
-_RENAMED = {"overrides": "override"}  # an option that is repeated is spelled in the singular
+_RENAMED = {"overrides": "override"}  # a repeatable option has a singular name
 
 
 def expanded(
@@ -29,7 +29,7 @@ def expanded(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace every parameter of a command that is a dataclass by the options of its fields.
 
-    A parameter of the command's own with the name of a field replaces that field's option. Options in `first` stand
+    A parameter of the command with the name of a field replaces that field's option. Options in `first` are listed
     above all panels, in that order; fields in `without` keep their default and are not offered.
     """
 
@@ -60,7 +60,7 @@ def expanded(
 
 
 def parameters_of(group: type) -> Parameters:
-    """One parameter per field of a dataclass that has an option, those of nested dataclasses in their place."""
+    """One parameter per field of a dataclass that has an option, including those of nested dataclasses."""
     if group is Recipe:
         return recipe_parameters()
     found: Parameters = {}
@@ -76,7 +76,7 @@ def parameters_of(group: type) -> Parameters:
 
 
 def build(group: Any, given: Mapping[str, Any]) -> Any:
-    """The dataclass out of the values of its options."""
+    """The dataclass, built from the values of its options."""
     if group is Recipe:
         return make_recipe(**{name: given[name] for name in recipe_parameters()})
     hints = get_type_hints(group, include_extras=True)
@@ -166,12 +166,12 @@ def make_recipe(
 
 
 def flag(name: str) -> str:
-    """How a recipe field is spelled on the command line."""
+    """The name of a recipe field on the command line."""
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
 def _annotation(f: Field[Any]) -> Any:
-    """The option of one field; its value is None unless it is given, so that a preset can fill it in."""
+    """The option of one field; its value is None unless given, so that a preset can set it."""
     default = "" if f.default is MISSING or not f.default else str(f.default)
     kind: Any = {"skip": list[str], "overrides": list[str], "equal_heads": bool, "sequential": bool}.get(f.name)
     if f.metadata["choices"] and kind is None:
@@ -190,7 +190,7 @@ def _rounding(text: str) -> Any:
 
 
 def _schedule(text: str) -> Any:
-    """What --tokens gives: auto, or a number per block with commas."""
+    """The value of --tokens: auto, or one number per block, separated by commas."""
     return text if text == "auto" else tuple(parse_number(part, int, "--tokens") for part in text.split(","))
 
 

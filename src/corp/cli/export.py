@@ -1,4 +1,4 @@
-"""corp export: a pruned model in a form that its own library loads."""
+"""corp export: writes a pruned model in a format that other programs load."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export(
         ),
     ] = None,
     quant: Annotated[
-        str | None,  # not a choice: the error for others names the tool that makes them
+        str | None,  # not a choice, because the error for other values names the tool that makes them
         a.option("Number format of a gguf file: f32, f16, bf16 or q8_0.", a.OUTPUT, show_default="the model's own"),
     ] = None,
     overwrite: a.Overwrite = False,
@@ -77,19 +77,19 @@ def export(
 
 
 def _note_possible(folder: Path, refused: str | None) -> None:
-    """Tell, after a refusal, where else this model can go."""
+    """After a refusal, list the formats to which this model can be exported."""
     from corp.storage import folder as storage
 
     with suppress(CorpError):
         flags = [
             "--profile compat" if target == "compat" else f"--to {target}"
             for target, reason in storage.exports(folder).items()
-            if reason is None and target != refused  # a tokenizer, say, may be what does not fit
+            if reason is None and target != refused  # for example, the tokenizer may be the reason
         ]
         note(f"this model can be exported with {', '.join(flags)}")
 
 
 def _loading(lines: str) -> str:
-    """How to load it: the expression, out of the lines that users would write, or the command."""
+    """How to load it: the expression from the lines of code, or the command."""
     line = next((line for line in lines.splitlines() if line.startswith(("model = ", "session = "))), None)
     return f"run it with {lines}" if line is None else f"load it with {line.partition(' = ')[2]}"

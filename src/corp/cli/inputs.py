@@ -1,4 +1,4 @@
-"""From the options of a command to what it works on: the model, its data as batches that it takes, and statistics."""
+"""From the options of a command to its inputs: the model, its data as batches, and statistics."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from corp.recipe import Recipe
 
 DOCUMENTS = 4000  # unless --samples is given
 IMAGE_BATCH = 32
-FEW_IMAGES = 64  # below this, a fit of some hundred channels follows the sample
-LABELS = 32  # a photograph has more colours
+FEW_IMAGES = 64  # below this, a fit of some hundred channels overfits the sample
+LABELS = 32  # the most colours of a label map; a photograph has more
 LABEL_FILES = frozenset({".txt", ".xml", ".json", ".csv", ".tsv", ".mat", ".npy", ".yaml", ".yml"})
 LOGITS = 1 << 27  # per batch of a language model: half a gigabyte in float32
 
@@ -40,7 +40,7 @@ def opened(
     source: Source, recipe: Recipe | None = None, settings: Settings | None = None, *, any_size: bool = False
 ) -> nn.Module:
     """The model of the source on its device; a recipe that it cannot satisfy is refused here."""
-    # An offloaded model stays on the host; its layers visit the device during calibration only.
+    # An offloaded model stays on the host; its layers move to the device during calibration only.
     home = source.device if settings is None or settings.offload is None else "cpu"
     with progress(f"loading {source.model}", None, ""):
         model = models.place(models.load_model(source.model, source.weights, any_size=any_size), home, source.dtype)
@@ -149,7 +149,7 @@ def refuse_other(kind: str, model: nn.Module) -> None:
 
 
 def refuse_labels(folders: list[Path]) -> None:
-    """Refuse a folder that holds labels, not images, and name one beside it that has images."""
+    """Refuse a folder of labels instead of images, and name one beside it that has images."""
     for folder in folders:
         suffixes = Counter(path.suffix.lower() for path in folder.rglob("*") if path.is_file())
         if not suffixes or SUFFIXES & suffixes.keys() or not suffixes.keys() <= LABEL_FILES:
@@ -165,7 +165,7 @@ def warn_of_odd_images(paths: list[Path]) -> None:
     """Warn if there are too few images for a stable fit, or if they look like label maps instead of photographs."""
     if len(paths) < FEW_IMAGES:
         warn(f"{len(paths)} images are too few for a fit that generalises; give at least {FEW_IMAGES} with --calib")
-    with suppress(OSError, ValueError, DataError):  # unreadable images are dealt with where they are read
+    with suppress(OSError, ValueError, DataError):  # unreadable images are handled where they are read
         colours = [open_image(path).resize((64, 64), 0).getcolors(LABELS) for path in paths[:4]]
         if all(found is not None for found in colours):
             warn(
@@ -197,7 +197,7 @@ def text_batches(model: nn.Module, source: Source, *, pack: bool) -> text.TextBa
 
 
 def with_own_texts(model: nn.Module, source: Source, batches: text.TextBatches) -> text.TextBatches:
-    """The texts of --calib and those that the model writes itself, if any are wanted."""
+    """The texts of --calib and those that the model writes itself, if requested."""
     if not source.own_texts:
         return batches
     with progress("writing texts", source.own_texts, "sequences") as advance:
@@ -205,12 +205,12 @@ def with_own_texts(model: nn.Module, source: Source, batches: text.TextBatches) 
 
 
 def sequences_per_batch(tokenizer: Any, length: int) -> int:
-    """How many sequences keep both the tokens of a batch and its logits, one per word of the vocabulary, in bounds."""
+    """How many sequences fit in a batch, given limits on its tokens and on its logits."""
     return max(1, min(text.TOKENS_PER_BATCH, LOGITS // max(1, len(tokenizer))) // length)
 
 
 def sequence_length(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
-    """The length that was asked for, otherwise the paper's 2048; never more than the model's context."""
+    """The requested length, otherwise the paper's 2048; at most the model's context."""
     from corp.adapters import hf_models
 
     context = hf_models.context_length(model, tokenizer)

@@ -1,4 +1,4 @@
-"""The `corp` command: a table of its commands, whose modules are imported when they are chosen."""
+"""The `corp` command: a table of its commands, whose modules are imported when they are used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from corp.cli.console import heed_signals, ignore_signals, told
 
 
 class Entry:
-    """One command, in the module and function of its name: what it does in one line, and how people call it."""
+    """One command, in the module and function of its name: what it does in one line, and examples."""
 
     def __init__(self, summary: str, *examples: str) -> None:
         self.summary, self.examples = summary, examples
@@ -98,7 +98,7 @@ def load_command(name: str) -> Any:
     function = getattr(import_module(f"corp.cli.{name}"), "evaluate" if name == "eval" else name)
     alone.command(name, epilog=examples)(function)
     made: Any = typer.main.get_command(alone)
-    for parameter in made.params:  # --help shows MODEL, no type beside a switch, and one of a list's values
+    for parameter in made.params:  # --help shows MODEL, no type for a switch, and the type of a list's values
         if parameter.param_type_name == "argument":
             parameter.metavar = parameter.name.upper()
         elif parameter.is_flag:
@@ -109,7 +109,7 @@ def load_command(name: str) -> Any:
 
 
 class LazyGroup(TyperGroup):
-    """A group that lists its commands without importing them, and imports the one that is chosen."""
+    """A group that lists its commands without importing them, and imports only the chosen one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
@@ -127,7 +127,7 @@ app = typer.Typer(
 )
 
 
-for _name, _entry in COMMANDS.items():  # listed by `corp --help`, and replaced when they are chosen
+for _name, _entry in COMMANDS.items():  # listed by `corp --help`, and replaced when they are used
     app.command(_name, help=_entry.summary)(lambda: None)
 
 
@@ -149,9 +149,9 @@ def _root(
 def main() -> None:
     heed_signals()
     try:
-        with told():  # what happens before a command has begun, too
+        with told():  # also covers errors before a command has begun
             app()
     except typer.Exit as end:
         sys.exit(end.exit_code)
-    finally:  # what comes now is only the end of the interpreter: it must not turn a success into an interruption
+    finally:  # a signal while the interpreter shuts down must not turn a success into an interruption
         ignore_signals()

@@ -1,4 +1,4 @@
-"""corp merge: add statistics that were made on machines that never met."""
+"""corp merge: adds statistics from machines without a connection."""
 
 from __future__ import annotations
 

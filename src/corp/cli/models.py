@@ -1,4 +1,4 @@
-"""A model by the name that the user gives it, and what belongs to it: tokenizer, preprocessing, device."""
+"""Models by the names that users give, with their tokenizer, preprocessing and device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from corp.storage import folder as storage
 HF = "hf:"
 CAUSAL, ENCODER, IMAGE, OTHER = "causal", "encoder", "image", "other"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The dtype of the checkpoint of every model that was cast.
+# The checkpoint's dtype of every model that was cast.
 _checkpoint_dtype: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
 
 
 def load_model(name: str, weights: Path | None, *, pretrained: bool = True, any_size: bool = False) -> nn.Module:
-    """The model that a name means: hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm model by name."""
+    """The model for a name: hf:FOLDER or hf:HUB-ID, a folder that corp saved, or a timm name."""
     where = _hf_place(name)
     if weights is not None and (where or Path(name).is_dir()):
         raise ModelError(f"{name} comes with its own weights; leave out --weights")
     if where:
-        from corp.adapters import hf_models  # transformers is imported only when one of its models is asked for
+        from corp.adapters import hf_models  # transformers is imported only if one of its models is needed
 
         return hf_models.create(where, pretrained=pretrained)
     if Path(name).is_dir() and not _timm_export(Path(name)):
@@ -74,7 +74,7 @@ def kind_of(model: nn.Module) -> str:
 
 
 def classes_of(model: nn.Module) -> int | None:
-    """How many classes an image model tells apart: 0 for a backbone, None if that is unknown."""
+    """The number of classes of an image model: 0 for a backbone, None if unknown."""
     if _of_transformers(model):
         from corp.adapters import hf_models
 
@@ -108,13 +108,13 @@ def preprocessing_of(name: str, model: nn.Module) -> Callable[..., Any]:
 
 
 def companion_places(name: str, model: nn.Module, tokenizer: str | None) -> list[str]:
-    """Where a model's tokenizer or image preprocessing may be, beginning with what was given."""
+    """Where a model's tokenizer or image preprocessing may be, beginning with the given place."""
     given = [] if tokenizer is None or kind_of(model) == IMAGE else [tokenizer]
     return [*given, name, *([origin] if (origin := _origin(Path(name))) else [])]
 
 
 def lacking_companions(model: nn.Module, out: Path) -> str | None:
-    """A sentence on the files that a pruned copy of the model, saved in `out`, lacks; None if it lacks none."""
+    """A sentence about the files that a pruned copy of the model, saved in `out`, lacks; None if it is complete."""
     if not _of_transformers(model):
         return None
     from corp.adapters import hf_models
@@ -128,7 +128,7 @@ def lacking_companions(model: nn.Module, out: Path) -> str | None:
 
 
 def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
-    """Where the files that go with a model are: with it, or where the model that was pruned came from."""
+    """Where a model's companion files are: with it, or with the model from which it was pruned."""
     where = _hf_place(name)
     if where:
         return where
@@ -142,7 +142,7 @@ def _home(name: str, files: tuple[str, ...], remedy: str) -> str:
 
 
 def _origin(folder: Path) -> str:
-    """The model that a pruned folder was made from, or nothing if that is not on record."""
+    """The model from which a folder was pruned, or an empty string if that is not recorded."""
     try:
         return str(storage.read_manifest(folder)["calibration"].get("model", ""))
     except (CorpError, KeyError, AttributeError):
@@ -194,5 +194,5 @@ def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
     try:
         model = model.to(_device(device))
         return model if dtype == "auto" else _cast(model, DTYPES[dtype])
-    except (RuntimeError, AssertionError) as error:  # torch has no kind of its own for "no such device"
+    except (RuntimeError, AssertionError) as error:  # torch has no exception class for "no such device"
         raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error

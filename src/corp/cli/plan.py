@@ -1,4 +1,4 @@
-"""corp plan: what pruning would do and cost, without doing it."""
+"""corp plan: shows what pruning would do and cost, without doing it."""
 
 from __future__ import annotations
 

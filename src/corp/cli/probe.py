@@ -1,4 +1,4 @@
-"""corp probe: fit a linear head on a frozen backbone, for corp eval --head."""
+"""corp probe: fits a linear head on a frozen backbone, for corp eval --head."""
 
 from __future__ import annotations
 

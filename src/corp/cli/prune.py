@@ -1,4 +1,4 @@
-"""corp prune: a model and images or texts in, a smaller model out."""
+"""corp prune: makes a smaller model from a model and images or texts."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def prune(
 
 
 def told(exports: Exports, recipe: Recipe) -> str:
-    """Where the result can be exported to, and what would make it fit where it cannot."""
+    """The formats to which the result can be exported, and options that would allow the others."""
     from corp.storage.export.possible import PROGRAMS
 
     able = [target for target, reason in exports.under(recipe).items() if reason is None]
@@ -187,7 +187,7 @@ def told(exports: Exports, recipe: Recipe) -> str:
 
 
 def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, overwrite: bool) -> None:
-    """Save the result with the tokenizer or preprocessing that belongs to it; say so if there is none."""
+    """Save the result with its tokenizer or preprocessing; report it if there is none."""
     from corp.cli.models import lacking_companions
     from corp.storage import folder as storage
 
@@ -198,7 +198,7 @@ def _save(result: Result, out: Path, source: a.Source, dense: nn.Module, *, over
 
 
 def _record(source: a.Source, dense: nn.Module) -> dict[str, Any]:
-    """What goes into the folder beside the result: this command line, and where tokenizers may be."""
+    """What is saved with the result: this command line, and where tokenizers may be."""
     from corp.cli.models import companion_places
 
     places = companion_places(source.model, dense, source.text.tokenizer)
@@ -206,7 +206,7 @@ def _record(source: a.Source, dense: nn.Module) -> dict[str, Any]:
 
 
 def _prune_streamed(source: a.Source, recipe: Recipe, settings: Settings, out: Path | None, *, json: bool) -> None:
-    """Prune block by block into `out`; without it, only say how much memory that takes."""
+    """Prune block by block into `out`; without it, only report how much memory that takes."""
     from corp.cli import inputs
     from corp.cli.models import DTYPES, HF, chosen_device, lacking_companions
     from corp.io.observer import SILENT
@@ -251,7 +251,7 @@ def show_report(report: Report) -> None:
 def note_merging(
     dense: nn.Module, sites: Sites | None, result: Result, recipe: Recipe, batches: Any, forward: Forward | None
 ) -> None:
-    """Say what merging tokens would bring under this budget of operations or time, measured on held-out batches."""
+    """Report what merging tokens would gain under this budget of operations or time, measured on held-out batches."""
     from corp.cli.models import IMAGE, kind_of
     from corp.steps.allocation.tokens_and_widths import offer_merging
 

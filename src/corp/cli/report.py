@@ -45,7 +45,7 @@ def report(
 
 
 def read_part(path: Path) -> Run | Study:
-    """A run, a sweep or the demo: whichever the path holds."""
+    """The run, sweep or demo in this path."""
     name = path.name
     for file in (DEMO, RESULT):
         if path.is_dir() and not (path / MANIFEST).exists() and (path / file).is_file():
@@ -92,7 +92,7 @@ def _pair(raw: object) -> tuple[int, int] | None:
 
 
 def sweep_study(name: str, rows: Any) -> Study:
-    """The rows of corp sweep: one line per combination of what is not the sparsity."""
+    """The rows of corp sweep: one line per combination of settings other than the sparsity."""
     known = isinstance(rows, list) and rows and all(isinstance(r, dict) and {"mlp", "attn"} <= r.keys() for r in rows)
     if not known:
         raise StorageError(f"{name} does not hold corp sweep's rows; give {WANTED}")

@@ -1,4 +1,4 @@
-"""corp sweep: one calibration, many plans; curves, ablations and where the time goes."""
+"""corp sweep: one calibration, many plans; curves, ablations and runtimes."""
 
 from __future__ import annotations
 
@@ -143,21 +143,21 @@ def sweep(
 
 
 class Judge(NamedTuple):
-    """How models are measured, and on what."""
+    """How models are measured, and on which data."""
 
     evaluate: sweeping.Evaluate
     batches: Any
 
 
 def _identity(batches: Any) -> list[Any]:
-    """What tells one set of samples from another, and how they are prepared."""
+    """What identifies a set of samples and its preprocessing."""
     return [batches.samples, batches.fingerprint(), batches.describe()]
 
 
 def _run(
     run: Sweep, source: a.Source, stats: Statistics | None, batches: Any, sizes: list[int], settings: Settings
 ) -> dict[int, float | None]:
-    """Run all cases; return the seconds that calibrating on each number of samples took, where that is known."""
+    """Run all cases; return the seconds of calibration for each number of samples, None if unknown."""
     every: list[tuple[Statistics, float | None]] = []
     if stats is not None:
         every = [(stats, None)]

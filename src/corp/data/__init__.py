@@ -1,4 +1,4 @@
-"""Files to batches: folders of images or texts come in, batches that a model takes go out.
+"""From files to batches: reads folders of images or texts and makes batches that a model takes.
 
-evaluate and cli import it; the core takes any iterable of batches and does not.
+evaluate and cli import it; the core accepts any iterable of batches and does not need it.
 """

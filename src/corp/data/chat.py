@@ -19,11 +19,11 @@ PAIRS = (
     ("instruction", "output"),
     ("instruction", "response"),
 )
-ROLES = {"human": "user", "gpt": "assistant"}  # as some collections call them
+ROLES = {"human": "user", "gpt": "assistant"}  # names in some collections
 
 
 class Chats(Documents):
-    """Every record of a source as one text, as the model would see the conversation."""
+    """Every record of a source as one text, in the form in which the model sees a conversation."""
 
     def __init__(self, source: JsonLines | Column, template: Callable[[list[Message]], str]) -> None:
         self.source, self.template, self.path = source, template, source.path
@@ -35,12 +35,12 @@ class Chats(Documents):
         messages = messages_of(self.source.record(number), self.source.where(number))
         try:
             return self.template(messages)
-        except Exception as error:  # templates refuse what they do not know in words of their own
+        except Exception as error:  # templates raise their own errors
             raise DataError(f"{self.source.where(number)}: the chat template refuses it: {error}") from error
 
 
 def template_of(tokenizer: Any) -> Callable[[list[Message]], str]:
-    """What turns messages into the text that the model was trained on, special tokens included."""
+    """The function from messages to the text that the model was trained on, including special tokens."""
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             "the tokenizer has no chat template (chat_template.jinja, or an entry of tokenizer_config.json); "
@@ -70,7 +70,7 @@ def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _message(entry: Any, where: str) -> Message:
-    """A message with role and content, also where they are called from and value."""
+    """A message with role and content, which may also be called from and value."""
     fields = entry if isinstance(entry, Mapping) else {}
     role, content = (fields.get(a, fields.get(b)) for a, b in (("role", "from"), ("content", "value")))
     if not isinstance(role, str) or not isinstance(content, str):

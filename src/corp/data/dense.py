@@ -1,4 +1,4 @@
-"""Images with a number per pixel: classes (.png, indices or palette) or depths (.npy, .png), found by their names."""
+"""Images with a number per pixel, found by their names: classes (.png, indices or palette) or depths (.npy, .png)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGES, MAPS = "images", ("labels", "annotations", "masks", "depths", "depth")  # folders of one layout
-BICUBIC = 3  # as Pillow numbers its filters
-SUFFIX = "annot"  # of the folder of maps in the other: train/ and trainannot/
+BICUBIC = 3  # Pillow's number of the filter
+SUFFIX = "annot"  # of the folder of maps in the other layout: train/ and trainannot/
 
 
 def find_pairs(folder: str | Path) -> list[tuple[Path, Path]]:
@@ -48,7 +48,7 @@ def match_maps(folder: str | Path) -> list[tuple[Path, Path | None]]:
 
 
 def _layout(root: Path) -> tuple[Path, Path]:
-    """The folders of the images and of the maps; both `root` where the names say nothing else."""
+    """The folders of the images and of the maps; both are `root` unless the names say otherwise."""
     children = sorted(child for child in root.iterdir() if child.is_dir()) if root.is_dir() else []
     candidates = [
         *((root / IMAGES, root / name) for name in MAPS),
@@ -73,10 +73,10 @@ def read_target(path: Path) -> Tensor:
 
     try:
         if path.suffix == ".npy":
-            content = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a lying header allocates nothing
+            content = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a false header allocates nothing
         else:
             with Image.open(path) as image:
-                content = np.array(image)  # of a palette image the indices
+                content = np.array(image)  # for a palette image, the indices
     except Exception as error:  # numpy parses the header as Python, Pillow raises almost anything
         raise DataError(f"{path} cannot be read as a map of numbers: {error}") from error
     if content.ndim != 2 or content.dtype.kind not in "fiub":
@@ -87,7 +87,7 @@ def read_target(path: Path) -> Tensor:
 
 
 class WholeImage:
-    """Resizes without cropping, and normalises: a crop would show the model another view than the map's."""
+    """Resizes without cropping, and normalises; a crop would show another part of the image than the map."""
 
     def __init__(self, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]) -> None:
         self.size, self.mean, self.std = tuple(size), tuple(mean), tuple(std)
@@ -103,7 +103,7 @@ class WholeImage:
 
 
 class DensePairs(Iterable[tuple[Tensor, Tensor]]):
-    """Batches (images (B, 3, h, w), maps (B, H, W)); neighbours whose maps differ in size go apart.
+    """Batches (images (B, 3, h, w), maps (B, H, W)); maps of different sizes are in different batches.
 
     Depths are divided by `scale`, the units per metre: 1000 for millimetres.
     """

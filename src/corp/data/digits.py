@@ -1,4 +1,4 @@
-"""A small ViT trained on scikit-learn's handwritten digits, and the images to prune and judge it with.
+"""A small ViT trained on scikit-learn's handwritten digits, and the images to prune and evaluate it with.
 
 Both the weights and the data come with installed packages, so the demo needs no network. timm and scikit-learn are
 optional dependencies and are imported only when a function here is called.
@@ -30,7 +30,7 @@ _PIXEL_STD = 6.02
 
 
 class Split(NamedTuple):
-    """Images to train and calibrate on, and held-out ones to judge with; only training looks at `train_labels`."""
+    """Images for training and calibration, and held-out ones for evaluation; only training uses `train_labels`."""
 
     train_images: Tensor
     train_labels: Tensor

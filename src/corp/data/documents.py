@@ -1,6 +1,6 @@
-"""Where texts lie: documents of .txt, .jsonl, .csv, .tsv and .parquet files and of `datasets` folders, read on demand.
+"""Documents in .txt, .jsonl, .csv, .tsv and .parquet files and in `datasets` folders, read on demand.
 
-Only positions are remembered, not texts: a file may be larger than memory.
+Only positions are stored, not texts, so a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from corp.errors import DataError
 
 PLAIN, TABLES = frozenset({".txt", ".text", ".raw"}), frozenset({".csv", ".tsv"})
 SUFFIXES = PLAIN | TABLES | {".jsonl", ".parquet"}
-BLOCK = 256  # documents fetched at a time, in the order they lie on disk
+BLOCK = 256  # documents read at a time, in their order on disk
 
 
 def open_documents(
@@ -31,8 +31,8 @@ def open_documents(
 ) -> list[Documents]:
     """The documents of files and folders of files.
 
-    field   the key, column name or column number (from 1) of the text, where a record has several
-    lines   a plain text without separators is one document per line; else it is one document, read in
+    field   the key, column name or column number (from 1) of the text, if a record has several
+    lines   a plain text without separators has one document per line; otherwise it is one document, read in
             pieces of about `piece` bytes
     template  records are conversations, and this makes a text of their messages (see data.chat)
     """
@@ -43,14 +43,14 @@ def open_documents(
 
 
 def in_order(sources: Sequence[Documents]) -> Iterator[tuple[str, bool]]:
-    """All texts as they lie, each with whether a document begins there."""
+    """All texts in their order, each with whether it begins a document."""
     for source in sources:
         for number in range(len(source)):
             yield source.read(number), source.begins(number)
 
 
 def drawn(sources: Sequence[Documents], seed: int) -> Iterator[str]:
-    """All texts in an order drawn by `seed`, read no further ahead than one block."""
+    """All texts in a random order given by `seed`, read at most one block ahead."""
     ends = torch.tensor([len(source) for source in sources]).cumsum(0)
     order = torch.randperm(int(ends[-1]), generator=torch.Generator().manual_seed(seed))
     for block in order.split(BLOCK):

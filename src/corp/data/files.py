@@ -13,13 +13,13 @@ from typing import Any
 
 from corp.errors import DataError
 
-START = 8192  # bytes in which a file shows that it is no text
-MOST_FIELDS = 8  # named in a message
-SEPARATOR = b"<|endoftext|>"  # between the documents of a plain text, where there are any
+START = 8192  # bytes that are tested for binary content
+MOST_FIELDS = 8  # the most fields that a message names
+SEPARATOR = b"<|endoftext|>"  # between the documents of a plain text, if it has several
 
 
 def files_below(folder: Path, suffixes: Set[str], what: str) -> list[Path]:
-    """The files with one of the suffixes, any nesting, sorted."""
+    """The files with one of the suffixes, at any depth, sorted."""
     found = [Path(parent, name) for parent, _, names in os.walk(folder, followlinks=True) for name in names]
     found = sorted(path for path in found if path.suffix.lower() in suffixes)
     if not found:
@@ -39,7 +39,7 @@ class Documents(ABC):
     def read(self, number: int) -> str: ...
 
     def begins(self, _number: int) -> bool:
-        """Whether the text begins a document; False if it goes on in the middle of the one before it."""
+        """Whether the text begins a document; False if it continues the document of the text before it."""
         return True
 
 
@@ -86,7 +86,7 @@ class Ranges(Documents):
 
 
 class PlainText(Ranges):
-    """Documents between separators; without any, one per line, or the whole file in pieces that end at line ends."""
+    """Documents between separators; without separators, one per line, or the whole file in pieces of whole lines."""
 
     def __init__(self, path: Path, lines: bool, piece: int) -> None:
         self._lines, self._piece, self._whole = lines, piece, False
@@ -97,7 +97,7 @@ class PlainText(Ranges):
 
     def read(self, number: int) -> str:
         text = super().read(number)
-        return text if self._whole else text.strip()  # line ends beside a separator are not of the document
+        return text if self._whole else text.strip()  # line ends beside a separator are not part of the document
 
     def _find(self, content: mmap.mmap) -> Iterator[tuple[int, int]]:
         if content.find(SEPARATOR) >= 0:
@@ -121,7 +121,7 @@ class PlainText(Ranges):
 
 
 def between(content: mmap.mmap, mark: bytes) -> Iterator[tuple[int, int]]:
-    """The stretches between marks that hold more than white space."""
+    """The stretches between marks that are not only white space."""
     start = 0
     while start < len(content):
         found = content.find(mark, start)
@@ -159,7 +159,7 @@ class JsonLines(Ranges):
         value = record.get(self._field)
         if not isinstance(value, str):
             raise no_field(self.where(number), self._field, list(record), value)
-        return value.encode("utf-8", "replace").decode()  # JSON can say half a surrogate pair, tokenizers cannot
+        return value.encode("utf-8", "replace").decode()  # tokenizers reject half a surrogate pair
 
 
 def no_field(where: str, field: str, there: list[str], value: Any = None, *, numbers: bool = False) -> DataError:

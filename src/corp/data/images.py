@@ -1,4 +1,4 @@
-"""A folder of photographs into batches of tensors, decoded ahead of the model by a few threads."""
+"""Batches of tensors from folders of images, decoded ahead of the model by a few threads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm"})
-THREADS = 2  # that decode ahead of the model
-MOST_PIXELS = 2**27  # 400 MB in RGB; no camera takes more, but a file of a few bytes may claim it
+THREADS = 2  # threads that decode ahead of the model
+MOST_PIXELS = 2**27  # 400 MB in RGB; no camera has more, but a file of a few bytes may claim it
 Transform: TypeAlias = "Callable[[Image.Image], Tensor]"
 
 
 def list_images(folders: Sequence[str | Path]) -> list[Path]:
-    """All image files under the folders, any nesting, sorted within each folder."""
+    """All image files under the folders, at any depth, sorted within each folder."""
     found: list[Path] = []
     for folder in map(Path, folders):
         if not folder.is_dir():
@@ -37,7 +37,7 @@ def list_images(folders: Sequence[str | Path]) -> list[Path]:
 
 
 def choose(paths: Sequence[Path], samples: int | None, seed: int) -> list[Path]:
-    """`samples` of the paths, drawn by `seed`, in their order; all of them if there are fewer."""
+    """`samples` random paths, drawn by `seed`, in their order; all of them if there are fewer."""
     if samples is None or samples >= len(paths):
         return list(paths)
     if samples < 1:
@@ -46,7 +46,7 @@ def choose(paths: Sequence[Path], samples: int | None, seed: int) -> list[Path]:
 
 
 def open_image(path: Path) -> Image.Image:
-    """The image in RGB; one whose header claims more pixels than any photograph has is not decoded."""
+    """The image in RGB; it is not decoded if its header claims more pixels than any photograph has."""
     from PIL import Image  # texts do not need it
 
     with Image.open(path) as image:
@@ -58,7 +58,7 @@ def open_image(path: Path) -> Image.Image:
 class ImageBatches(Iterable[Tensor]):
     """Batches (B, 3, h, w) of the images at `paths`.
 
-    Files that cannot be decoded are skipped and remembered in `bad`; more than `max_bad` of all is an error.
+    Files that cannot be decoded are skipped and listed in `bad`; a share above `max_bad` is an error.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class ImageBatches(Iterable[Tensor]):
 
     @property
     def samples(self) -> int:
-        """How many images there are, the unreadable ones included."""
+        """The number of images, including unreadable ones."""
         return len(self.paths)
 
     def fingerprint(self) -> str:
-        """A hash of the names and sizes of the files, in order: the same data gives the same."""
+        """A hash of the names and sizes of the files, in order: equal for equal data."""
         digest = hashlib.blake2b(digest_size=16)
         for path in self.paths:
             digest.update(f"{path.name}\0{path.stat().st_size}\n".encode())
@@ -87,7 +87,7 @@ class ImageBatches(Iterable[Tensor]):
     def parts(self, sizes: Sequence[int], seed: int) -> list[ImageBatches]:
         """Disjoint parts of these images in an order drawn by `seed`; the first k together are sizes[k - 1] images."""
         order = random.Random(seed).sample(self.paths, len(self.paths))
-        allowed = self.max_bad * len(order)  # of all, so that one bad image among few is not too many
+        allowed = self.max_bad * len(order)  # of all images, so that one bad image in a small part is no error
         return [
             ImageBatches(order[a:b], self.transform, batch_size=self.batch_size, max_bad=min(1.0, allowed / (b - a)))
             for a, b in pairwise((0, *sizes))
@@ -103,7 +103,7 @@ class ImageBatches(Iterable[Tensor]):
     def indexed(self, wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Tensor]]:
         """(index, index of its first image, batch) of the wanted batches; the others are not decoded.
 
-        A batch is a fixed slice of the paths less the unreadable ones, whoever asks for it and in whatever run.
+        A batch is a fixed slice of the paths without the unreadable ones, the same for every worker and run.
         """
         self.bad = []
         starts = range(0, len(self.paths), self.batch_size)
@@ -148,6 +148,6 @@ class ImageBatches(Iterable[Tensor]):
         """The transformed image, or why there is none."""
         try:
             return self.transform(open_image(path))
-        # Pillow raises almost anything on damaged files; whatever it is, the file is named and counted.
+        # Pillow raises almost anything on damaged files; in any case the file is named and counted.
         except Exception as error:
             return f"{type(error).__name__}: {error}"

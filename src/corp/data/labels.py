@@ -18,9 +18,9 @@ SYNSET = re.compile(r"(n\d{8})(?![0-9A-Za-z])")  # n01440764, n01440764_10026.JP
 
 
 def find_labels(folders: Sequence[Path], classes: int | None) -> dict[Path, int] | None:
-    """Class index of every image, by the order of the class names; None where names say nothing about classes.
+    """Class index of every image, by the order of the class names; None if the names do not indicate classes.
 
-    Sorted names are the model's classes only if all of them are there: `classes` (None: unknown) is how many it has.
+    Sorted names match the model's classes only if all are present: `classes` (None: unknown) is their number.
     """
     names = {path: _class_name(path, Path(folder)) for folder in folders for path in list_images([folder])}
     known = sorted({name or "" for name in names.values()})
@@ -38,7 +38,7 @@ def find_labels(folders: Sequence[Path], classes: int | None) -> dict[Path, int]
 
 
 def _class_name(path: Path, root: Path) -> str | None:
-    """The first sub-folder below the root, or else the synset id that the file name starts with."""
+    """The first sub-folder below the root, otherwise the synset id at the start of the file name."""
     parts = path.relative_to(root).parts
     if len(parts) > 1:
         return parts[0]
@@ -95,7 +95,7 @@ def _rows(file: Path) -> dict[str, int]:
 
 
 class LabelledBatches(Iterable[tuple[Tensor, Tensor]]):
-    """Batches (images (B, 3, h, w), labels (B,)); where an image cannot be read its label is left out too."""
+    """Batches (images (B, 3, h, w), labels (B,)); the label of an unreadable image is left out too."""
 
     def __init__(self, batches: ImageBatches, labels: Mapping[Path, int]) -> None:
         self.batches, self.labels = batches, labels
@@ -103,7 +103,7 @@ class LabelledBatches(Iterable[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         size = self.batches.batch_size
         for _, start, images in self.batches.indexed(lambda _: True):
-            # A batch's unreadable files are noted before the batch is given out.
+            # A batch's unreadable files are recorded before the batch is returned.
             bad = {path for path, _ in self.batches.bad}
             labels = [self.labels[path] for path in self.batches.paths[start : start + size] if path not in bad]
             yield images, torch.tensor(labels)  # (B,)

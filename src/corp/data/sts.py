@@ -1,4 +1,4 @@
-"""Pairs of sentences with a human score of their likeness (STS-B and files of its shape)."""
+"""Pairs of sentences with a human score of their similarity (STS-B and files in its format)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from corp.data.tables import read_columns
 from corp.errors import DataError
 
 NAMES = ("score", "sentence1", "sentence2")
-STSB = (4, 5, 6)  # where they are in STS-B's own files, which have no header
+STSB = (4, 5, 6)  # the columns in STS-B's own files, which have no header
 
 
 class Pairs(NamedTuple):
-    """Sentences 0 and 1 are the first pair, 2 and 3 the second …; scores (N,) are of the pairs."""
+    """Sentences 0 and 1 are the first pair, 2 and 3 the second …; scores (N,) are those of the pairs."""
 
     sentences: list[str]
     scores: Tensor
 
 
 def read_pairs(file: Path) -> Pairs:
-    """A table with a header score, sentence1, sentence2, or without one as STS-B has it: columns 5, 6 and 7."""
+    """Read a table with a header score, sentence1, sentence2, or STS-B's format without a header (columns 5, 6, 7)."""
     columns, rows = read_columns(file, NAMES, STSB)
     if not rows:
         raise DataError(f"{file} is empty: it holds no pairs")

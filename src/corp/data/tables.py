@@ -17,14 +17,14 @@ from corp.errors import DataError
 
 
 def format_of(first: str) -> dict[str, Any]:
-    """How to read a table: a first line with tabs in it means tabs, and no quoting, whatever the file's name says."""
+    """How to read a table: tabs in the first line mean separation by tabs and no quoting, whatever the file's name."""
     return {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if "\t" in first else {"delimiter": ","}
 
 
 def read_columns(
     path: Path, names: Sequence[str], columns: Sequence[int]
 ) -> tuple[Sequence[int], list[tuple[int, list[str]]]]:
-    """Where a small table has the columns of these names (without a header: `columns`), and its (line, cells)."""
+    """The positions of the named columns of a small table (`columns` without a header), and its (line, cells)."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             rows = csv.reader(stream, **format_of(stream.readline()))
@@ -67,12 +67,12 @@ class Table(Ranges):
                     pass  # a header
                 elif row:
                     yield start, place[0]
-                start = place[0]  # the reader takes no more lines than a row has
+                start = place[0]  # the reader consumes only the lines of one row
         except csv.Error as error:
             raise DataError(f"{self.path} cannot be read as a table: {error}") from error
 
     def _find_column(self, first: str) -> bool:
-        """Note which column holds the text; is the first row a header?"""
+        """Find the column of the text; returns whether the first row is a header."""
         names = [name.strip() for name in self._cells(first)]
         if self._field in names:
             self._column = names.index(self._field)
@@ -96,7 +96,7 @@ class Table(Ranges):
 
 
 class Column(Documents):
-    """Records that a library reads; `field` is the column of the text, None where whole records are wanted."""
+    """Records that a library reads; `field` is the column of the text, None for whole records."""
 
     def __init__(self, path: Path, field: str | None, fields: list[str], count: int) -> None:
         if field is not None and field not in fields:
@@ -121,7 +121,7 @@ class Column(Documents):
 
 
 class Parquet(Column):
-    """Rows of a parquet file; the last row group read is kept. (`datasets` would copy the file to its cache first.)"""
+    """Rows of a parquet file; the last row group is cached. (`datasets` would copy the file to its cache first.)"""
 
     def __init__(self, path: Path, field: str | None) -> None:
         try:
@@ -170,5 +170,5 @@ class SavedDataset(Column):
 def _readable(path: Path, what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the libraries have kinds of their own for damaged files
+    except Exception as error:  # the libraries have their own exceptions for damaged files
         raise DataError(f"{path} cannot be read as {what}: {error}") from error

@@ -1,7 +1,7 @@
-"""Texts into batches of token ids: packed into sequences of one length, or one document per sequence.
+"""Batches of token ids from texts: packed into sequences of one length, or one document per sequence.
 
-Texts are tokenised in the order that the seed draws, and only until there are as many sequences as are wanted. What
-is kept is four bytes per token of those.
+Texts are tokenised in a random order given by the seed, and only until there are enough sequences. These take
+four bytes per token.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from corp.data.chat import template_of
 from corp.data.documents import drawn, in_order, open_documents
 from corp.errors import DataError
 
-LENGTH, SAMPLES = 2048, 128  # the paper's, where the model's context allows it
+LENGTH, SAMPLES = 2048, 128  # the paper's, if the model's context allows it
 TOKENS_PER_BATCH = 8192
 IGNORED = -100  # a target that is not scored
-# A plain text is read in pieces: small ones to draw from, large ones to take whole, since every cut may cost a token.
+# A plain text is read in pieces: small ones for random drawing, large ones for the whole text, as cuts cost tokens.
 DRAWN_PIECE, WHOLE_PIECE = 1 << 16, 1 << 22
 
-Tokenizer: TypeAlias = Any  # of transformers, or whatever is called like one
+Tokenizer: TypeAlias = Any  # of transformers, or anything with the same interface
 Batch: TypeAlias = dict[str, Tensor]
 
 
 class Span(NamedTuple):
-    """One sequence: tokens start to end of the ids, of which those from `scored` on are judged."""
+    """One sequence: tokens start to end of the ids; those from `scored` on are scored."""
 
     start: int
     end: int
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class TextBatches(Iterable[Batch]):
-    """Batches {"input_ids", "attention_mask"} of (B, T) token ids, padded on the right where lengths differ."""
+    """Batches {"input_ids", "attention_mask"} of (B, T) token ids, padded on the right if lengths differ."""
 
     ids: Tensor  # (tokens,) int32
     spans: Sequence[Span]
@@ -61,11 +61,11 @@ class TextBatches(Iterable[Batch]):
 
     @property
     def tokens(self) -> int:
-        """In all sequences together, padding not counted."""
+        """The number of tokens in all sequences, without padding."""
         return sum(span.end - span.start for span in self.spans)
 
     def fingerprint(self) -> str:
-        """A hash of the token ids of all sequences: the same text, tokenizer, seed and length give the same."""
+        """A hash of the token ids of all sequences: equal for equal text, tokenizer, seed and length."""
         digest = hashlib.blake2b(digest_size=16)
         for span in self.spans:
             digest.update(f"{span.end - span.start}:".encode())
@@ -93,16 +93,16 @@ class TextBatches(Iterable[Batch]):
             yield index, start, self._batch(self.spans[start : start + self.batch_size])
 
     def scored(self) -> Iterator[tuple[Batch, Tensor]]:
-        """Batches with their targets (B, T): the next token of every position, IGNORED where it is not judged."""
+        """Batches with their targets (B, T): the next token of every position, IGNORED if it is not scored."""
         for _, start, batch in self.indexed(lambda _: True):
             targets = torch.full_like(batch["input_ids"], IGNORED)
             for row, span in enumerate(self.spans[start : start + self.batch_size]):
-                first = max(span.scored, span.start + 1)  # nothing comes before the first token to predict it from
+                first = max(span.scored, span.start + 1)  # the first token cannot be predicted
                 targets[row, first - 1 - span.start : span.end - 1 - span.start] = self.ids[first : span.end]
             yield batch, targets
 
     def masked(self) -> Iterator[tuple[Batch, Tensor]]:
-        """Batches with their attention masks beside them, for metrics that pool over real tokens."""
+        """Batches with their attention masks, for metrics that pool over real tokens."""
         return ((batch, batch["attention_mask"]) for batch in self)
 
     def _batch(self, spans: Sequence[Span]) -> Batch:
@@ -122,10 +122,10 @@ def packed(
     batch_size: int | None = None,
     chat: bool = False,
 ) -> TextBatches:
-    """`samples` sequences of `length` tokens out of documents drawn by `seed` and joined with EOS.
+    """`samples` sequences of `length` tokens from documents drawn by `seed` and joined with EOS.
 
-    Fewer where the text ends earlier; where it does not fill one sequence, one shorter one. With `chat`, records are
-    conversations, made into texts by the tokenizer's chat template, which has all special tokens in it.
+    Fewer if the text ends earlier; if it does not fill one sequence, a single shorter one. With `chat`, records are
+    conversations, made into texts by the tokenizer's chat template, which adds all special tokens.
     """
     _check(length=length, samples=samples)
     template = template_of(tokenizer) if chat else None
@@ -153,8 +153,8 @@ def one_per_document(
 ) -> TextBatches:
     """One document per sequence, cut at `length` tokens: `samples` of them drawn by `seed`, or all in their order.
 
-    A plain text without separators has a document per line. With `bos`, sequences begin with BOS even where the
-    tokenizer does not put it there by itself. `chat` is as for packed.
+    A plain text without separators has a document per line. With `bos`, sequences begin with BOS even if the
+    tokenizer does not add it. `chat` is as for packed.
     """
     _check(length=length, samples=samples)
     template = template_of(tokenizer) if chat else None
@@ -173,9 +173,9 @@ def of_texts(
     bos: bool = False,
     special: bool = True,
 ) -> TextBatches:
-    """One sequence per text; texts that hold nothing but white space are left out.
+    """One sequence per text; texts of only white space are left out.
 
-    Without `special`, the tokenizer adds no special tokens: they are in the text, as a chat template puts them.
+    Without `special`, the tokenizer adds no special tokens, because a chat template has put them into the text.
     """
     ids, spans = array("i"), list[Span]()
     first = tokenizer.bos_token_id if bos else None
@@ -203,10 +203,10 @@ def windows(
     field: str = "text",
     batch_size: int | None = None,
 ) -> TextBatches:
-    """The whole text in its order, in windows of `length` tokens that begin every `stride` (None: do not overlap).
+    """The whole text in its order, in windows of `length` tokens that begin every `stride` (None: no overlap).
 
-    Of a window that overlaps the one before, only the tokens that were not judged there are. An incomplete last window
-    is left out if none overlap, as is the custom for WikiText-2, unless it is the only one.
+    In a window that overlaps the one before, only tokens that were not scored there are scored. An incomplete last
+    window is left out if windows do not overlap, as usual for WikiText-2, unless it is the only one.
     """
     step = length if stride is None else stride
     _check(length=length, stride=step)
@@ -235,13 +235,13 @@ def _windows(count: int, length: int, step: int) -> list[Span]:
 
 
 def _joined(texts: Iterator[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids text by text, EOS between documents; special tokens as the tokenizer puts them."""
+    """Token ids text by text, with EOS between documents and the tokenizer's special tokens."""
     eos, first = tokenizer.eos_token_id, True
     for text, begins in texts:
         if not text.strip():
             continue
         tokens = _encode(tokenizer, text, special=begins)
-        # Where one token both begins and ends documents (OPT's), once is enough.
+        # If one token both begins and ends documents (OPT's), it is added once.
         if begins and not first and eos is not None and tokens[:1] != [eos]:
             yield [eos]
         first = False
@@ -259,7 +259,7 @@ def _batches(
 ) -> TextBatches:
     if not spans:
         raise DataError("the texts are empty (only white space); to read another field give field=NAME")
-    fallbacks = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # what stands under the mask changes nothing
+    fallbacks = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # masked tokens have no effect
     pad = next(token for token in fallbacks if token is not None)
     size = batch_size or max(1, TOKENS_PER_BATCH // max(1, length))
     description = f"{what}; {type(tokenizer).__name__} of {len(tokenizer)} tokens"
@@ -268,6 +268,6 @@ def _batches(
 
 def _check(**numbers: int | None) -> None:
     for name, number in numbers.items():
-        least = 2 if name == "length" else 1  # one token alone has no next one
+        least = 2 if name == "length" else 1  # a single token has no next one
         if number is not None and number < least:
             raise DataError(f"{name}={number}: must be at least {least}")

@@ -1,7 +1,7 @@
-"""Texts that a language model writes itself, as further calibration data where texts are scarce.
+"""Texts that a language model writes itself, as additional calibration data if texts are scarce.
 
-A fit of some thousand channels on a few dozen texts follows those texts. What the model writes is a sample of what it
-has learnt, of any length and without labels, and makes the fit hold on other texts too (docs/language.md).
+A fit of some thousand channels on a few dozen texts overfits those texts. The model's own texts are a sample of what it
+has learnt, of any length and without labels, and improve the fit on other texts (docs/language.md).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from corp.data.text import Span, TextBatches
 from corp.errors import DataError, ModelError
 from corp.io.observer import Advance
 
-PROMPT = 8  # tokens of a given text that the model goes on from
-TOGETHER = 32  # texts that are written at a time
+PROMPT = 8  # tokens of a given text that the model continues
+TOGETHER = 32  # texts written at a time
 
 
 def with_own_texts(
@@ -29,7 +29,7 @@ def with_own_texts(
     """The given sequences and `count` more that the model writes, evenly mixed, so that held-out batches have both."""
     given = [batches.ids[span.start : span.end] for span in batches.spans if span.end - span.start > PROMPT]
     if not given:
-        raise DataError(f"own texts begin with {PROMPT} tokens of the given ones, which are not longer than that")
+        raise DataError(f"own texts continue {PROMPT} tokens of a given text, but no given text is longer than that")
     length = max(map(len, given))
     own = own_texts(model, given, count, length=length, seed=seed, advance=advance)
     start = len(batches.ids)
@@ -51,9 +51,9 @@ def own_texts(
     seed: int = 0,
     advance: Advance = lambda _done: None,
 ) -> Tensor:
-    """Token ids (count, length), drawn from the model's own distribution behind a few tokens of the given texts (n,).
+    """Token ids (count, length), drawn from the model's own distribution after a few tokens of the given texts (n,).
 
-    The same seed gives the same texts on the same machine; torch's own generator is left as it was.
+    The same seed gives the same texts on the same machine; torch's own generator is not changed.
     """
     can_generate: Any = getattr(model, "can_generate", lambda: False)
     if not can_generate():
@@ -75,7 +75,7 @@ def _prompt(text: Tensor, draw: random.Random) -> Tensor:
 
 
 def _continued(model: Any, prompts: Tensor, length: int) -> Tensor:
-    """The prompts (B, PROMPT) with tokens drawn as the model predicts them, up to the length: nothing is cut off."""
+    """The prompts (B, PROMPT), continued up to the length by tokens drawn from the full predicted distribution."""
     from transformers import GenerationConfig
 
     plain = GenerationConfig(
@@ -88,6 +88,6 @@ def _continued(model: Any, prompts: Tensor, length: int) -> Tensor:
 
 
 def _mixed(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """Both, so that every part of the whole has its share of each."""
+    """Both, evenly mixed, so that every part of the whole contains its share of each."""
     places = [(i / len(spans), span) for spans in (first, second) for i, span in enumerate(spans)]
     return [span for _, span in sorted(places, key=lambda place: place[0])]

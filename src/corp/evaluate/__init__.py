@@ -1,4 +1,4 @@
-"""Judgement of pruned models: models and data come in, scores with intervals go out.
+"""Evaluation of pruned models: takes models and data, returns scores with intervals.
 
-It calls the public verbs of `corp.api`; testing and cli import it.
+It calls the public functions of `corp.api`; testing and cli import it.
 """

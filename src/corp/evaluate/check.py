@@ -1,7 +1,7 @@
-"""Does a pruned model do what its weights say? Every pruned site is fed what the dense model feeds it, and measured.
+"""A check of a pruned model on data: every pruned site gets the dense model's inputs, and its error is measured.
 
-Sums are taken on the same batches; they and the weights say what each site must get wrong (self_check.py). Both ways
-must give the same number: one runs the narrowed modules, the other never does.
+Sums are collected on the same batches; they and the weights predict each site's error (self_check.py). Both methods
+must give the same number, although only the first runs the narrowed modules.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ ACCUMULATED = 0.65
 
 @dataclass(frozen=True)
 class Checked:
-    """One site's error relative to its output: as planned, as the sums of these batches predict it, as measured."""
+    """One site's error relative to its output: planned, predicted by the sums of these batches, and measured."""
 
-    planned: float  # of the calibration data
+    planned: float  # on the calibration data
     finding: Finding
 
     @property
@@ -82,9 +82,9 @@ def check(
     forward: Forward | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Checked]:
-    """Every site that the plan narrowed; `dense` is changed along the way, and put back.
+    """Check every site that the plan narrowed; `dense` is changed temporarily.
 
-    Each is narrowed alone, so that what the dense model feeds it is what the sums are of.
+    Each site is narrowed alone, so that its inputs are the ones that the sums describe.
     """
     dense, pruned = opened(dense), opened(pruned)
     if plan.weights and fingerprint(dense) != plan.weights:
@@ -106,7 +106,7 @@ def check(
 
 
 def _coarsest(model: nn.Module, batch: Any, forward: Forward | None) -> float:
-    """The largest rounding error of what the model's layers give: under autocast, it is not that of its weights."""
+    """The largest rounding error of the layers' outputs, which under autocast is not that of the weights."""
     found = {next(model.parameters()).dtype}
 
     def note(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -131,7 +131,7 @@ def require_equal(checked: Sequence[Checked]) -> None:
 
 
 class _Trial:
-    """One site of the dense model, narrowed alone, so that it gets the inputs that the dense model gives it."""
+    """One site of the dense model, narrowed alone, so that it gets the dense model's inputs."""
 
     def __init__(self, both: Both, site: Site, plan: SitePlan, batches: Sequence[Any], forward: Forward | None) -> None:
         self.both, self.site, self.plan, self.batches, self.forward = both, site, plan, batches, forward
@@ -143,7 +143,7 @@ class _Trial:
             self.narrow = replace(site, q=self.rows["q"], k=self.rows["k"])
 
     def finding(self, epsilon: float) -> Finding | None:
-        """The error that the sums predict, and the one that is measured; None where nothing can be compared."""
+        """The predicted and the measured error; None if nothing can be compared."""
         both, site, estimated, terms = self.both, self.site, 0.0, 0.0
         if isinstance(site, MLPSite) and site.experts and not both.stats.moments_of(site.name).total().n:
             return None  # no token of these batches is routed to it
@@ -165,7 +165,7 @@ class _Trial:
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
-        """The narrowed modules of this site, and of no other, by the names of those in whose places they go."""
+        """The narrowed modules of this site alone, by the names of the modules that they replace."""
         (dense, pruned, *_), site, narrow = self.both, self.site, self.narrow
         if isinstance(narrow, MLPSite) or isinstance(site, MLPSite):
             return {name: pruned.get_submodule(name) for name in layers_of(site)}
@@ -182,13 +182,13 @@ class _Trial:
             new: dict[str, nn.Module] = site.build.layers(dense, parts)
         else:
             new = {site.attention: site.build(dense.get_submodule(site.attention), **parts)}
-        if isinstance(site, ValueSite):  # behind the attention: its output projection may be inside of that
+        if isinstance(site, ValueSite):  # after the attention, which may contain the output projection
             new[site.down] = pruned.get_submodule(site.down)
         return new
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Inside, the dense model has the narrowed modules in the places of its own."""
+        """Within this context, the dense model has the narrowed modules in place of its own."""
         dense = self.both.dense
         before = {name: dense.get_submodule(name) for name in self.modules}
         try:
@@ -200,15 +200,15 @@ class _Trial:
                 dense.set_submodule(name, module)
 
     def _output_error(self, site: LinearSite) -> tuple[float, float]:
-        """E||y - y'||^2 over real tokens, y' being what the narrowed modules make of the dense model's own input.
+        """E||y - y'||^2 over real tokens, where y' is the narrowed modules' output for the dense model's input.
 
-        Second, the energy of the products that y' is the sum of.
+        The second number is the energy of the products whose sum is y'.
         """
         dense, pruned, narrow = self.both.dense, self.both.pruned, self.narrow
         assert not isinstance(narrow, AttentionSite)
         old, new = (projection_at(model, site.down) for model in (dense, pruned))
         total, terms, tokens = 0.0, 0.0, 0
-        down: Any = pruned.get_submodule(site.down)  # if padded, it picks what is left
+        down: Any = pruned.get_submodule(site.down)  # if padded, it selects the kept features
         for batch in self.batches:
             given = Inputs.of(site)
             with given.recorded(dense):
@@ -237,13 +237,13 @@ class _Trial:
             with given.recorded(dense):
                 before = heads_at(dense, site, once)
             with self._swapped(), given.replayed(dense):
-                after = heads(dense, site if site.padded else narrow, once)  # padded ones are as wide as before
+                after = heads(dense, site if site.padded else narrow, once)  # padded ones keep their width
             for call in zip(before, after, strict=True):
                 errors.add(*call)
 
 
 def _inputs(model: nn.Module, site: LinearSite, batch: Any, forward: Forward | None) -> Tensor:
-    """What goes into the site's second layer, in all calls, real tokens only (N, D)."""
+    """The inputs (N, D) of the site's second layer in all calls, real tokens only."""
     seen: list[Tensor] = []
 
     def see(x: Tensor, mask: Tensor | None) -> None:

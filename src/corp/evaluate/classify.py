@@ -1,4 +1,4 @@
-"""Classifiers: accuracy where there are labels, agreement with the dense model and KL from it where there is one."""
+"""Classifiers: accuracy if there are labels, agreement with the dense model and KL from it if there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Score:
     lost: int = 0  # wrong where the dense model is right
 
     def add(self, output: Any, reference: Any = None, target: Tensor | None = None) -> None:
-        """One batch of logits (B, K), the dense model's, and class indices (B,)."""
+        """Add one batch of logits (B, K), the dense model's, and class indices (B,)."""
         # Sums in float64 on the host: not every device has it, and logits are small.
         logits = _logits(output)
         dense = None if reference is None else _logits(reference)

@@ -1,4 +1,4 @@
-"""Scores of depth and segmentation maps: pooled over pixels, with intervals over images, whose pixels are alike."""
+"""Scores of depth and segmentation maps: pooled over pixels, with intervals over images, as pixels are correlated."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from corp.errors import DataError, ModelError, warn
 from corp.evaluate.heads import DEPTH, IGNORE
 from corp.measure.intervals import Interval, Z
 
-DELTA = 1.25  # depth within this factor of the truth counts as right; δ2 and δ3 take its square and cube
-NOTHING = -1  # is ignored in the maps of a model, which knows no unlabelled pixels
-FAR_OFF = 30  # between median depths: no model is that wrong, but units are
+DELTA = 1.25  # depth within this factor of the truth counts as right; δ2 and δ3 use its square and cube
+NOTHING = -1  # the ignored label in a model's own maps, which have no unlabelled pixels
+FAR_OFF = 30  # between median depths: no model is that wrong, so the units differ
 
 
 class Estimate(NamedTuple):
-    """A number, and to first order how much of its deviation each image is responsible for."""
+    """A number, and the first-order contribution of each image to its deviation."""
 
     value: float
     influence: Tensor  # (N,)
 
     def __sub__(self, other: Estimate) -> Estimate:
-        """The difference over the same images, so that what is hard for both does not widen its interval."""
+        """The difference over the same images, so that images that are hard for both do not widen its interval."""
         return Estimate(self.value - other.value, self.influence - other.influence)
 
     def interval(self) -> Interval:
@@ -63,11 +63,11 @@ class Depth:
             self._add_image(p[valid], t[valid])
 
     def _add_image(self, p: Tensor, t: Tensor) -> None:
-        """Predicted and true depths of an image's valid pixels, (pixels,) each."""
+        """Add predicted and true depths of an image's valid pixels, (pixels,) each."""
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"{int((~torch.isfinite(p)).sum())} of {len(p)} predicted depths are not finite")
         error = p - t
-        # Both ratios below the bound, without dividing by a predicted zero; no negative depth is near.
+        # Both ratios below the bound, without dividing by a predicted zero; negative depths never count as close.
         near = [((p < bound * t) & (t < bound * p)).sum() for bound in (DELTA, DELTA**2, DELTA**3)]
         sums = [error.square().sum(), (error.abs() / t).sum(), *near]
         self.rows.append(torch.tensor([*map(float, sums), float(len(t))], dtype=torch.float64))
@@ -96,7 +96,7 @@ class Depth:
 
 
 class Segmentation:
-    """Mean intersection over union of the classes that are there or predicted, and pixel accuracy.
+    """Mean intersection over union of the classes that occur or are predicted, and pixel accuracy.
 
     A head of one channel separates foreground (1) from background (0) at a probability of one half; its score is the
     intersection over union of the foreground.
@@ -122,7 +122,7 @@ class Segmentation:
             self._add_image(p[counted], t[counted])
 
     def _add_image(self, p: Tensor, t: Tensor) -> None:
-        """Predicted and true classes of an image's labelled pixels, (pixels,) each."""
+        """Add predicted and true classes of an image's labelled pixels, (pixels,) each."""
         if len(t) and not 0 <= int(t.min()) <= int(t.max()) < self.classes:
             odd = int(t.min()) if int(t.min()) < 0 else int(t.max())
             raise DataError(
@@ -137,7 +137,7 @@ class Segmentation:
             raise DataError(f"no pixel has a label: all targets are {self.ignore}")
         both, predicted, labelled = torch.stack(self.rows, 1)  # (N, classes) each
         either = predicted + labelled - both
-        first = 0 if self.channels > 1 else 1  # of one channel, only the foreground
+        first = 0 if self.channels > 1 else 1  # with one channel, only the foreground counts
         return {
             "miou": pooled(both[:, first:], either[:, first:]),
             "pixel_accuracy": pooled(both.sum(1, keepdim=True), labelled.sum(1, keepdim=True)),
@@ -148,7 +148,7 @@ MapMetric: TypeAlias = Depth | Segmentation  # sums per image
 
 
 class MapScore:
-    """Scores against label maps, and against the dense model's own maps; both where there are both.
+    """Scores against label maps, and against the dense model's own maps, as far as there are such.
 
     A Metric of evaluate.run. `truth` and `likeness` are None until something was compared.
     """

@@ -20,7 +20,7 @@ Sink = Callable[[str, Tensor], None]
 
 @dataclass
 class Likeness:
-    """Sums over tokens, the last dimension being channels."""
+    """Sums over tokens; the last dimension is channels."""
 
     tokens: int = 0
     cosines: float = 0.0
@@ -38,7 +38,7 @@ class Likeness:
         return (self.error / self.energy) ** 0.5 if self.energy else float(self.error > 0)
 
     def add(self, dense: Tensor, other: Tensor) -> None:
-        """Features (..., C) of the same tokens."""
+        """Add features (..., C) of the same tokens."""
         a, b = _tokens(dense), _tokens(other)  # (N, C)
         # (3, N): one value per token, summed in float64 on the host since not every device has it.
         sums = torch.stack([torch.cosine_similarity(a, b, dim=1), (b - a).square().sum(1), a.square().sum(1)])
@@ -55,7 +55,7 @@ def _tokens(features: Tensor) -> Tensor:
 
 @dataclass
 class Features:
-    """How alike every part of a model is to the same part of the dense one."""
+    """How similar the features of every part of a model are to those of the dense one."""
 
     parts: dict[str, Likeness] = field(default_factory=dict)
     unlike: dict[str, str] = field(default_factory=dict)  # part -> why it cannot be compared
@@ -71,10 +71,10 @@ class Features:
 
 @contextmanager
 def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
-    """While inside, every block's output and the final representation go to `sink` during the model's own forward.
+    """Within this context, `sink` gets every block's output and the final representation of a forward pass.
 
     The final representation is that of transformers' base_model, or of the norm that ends timm's forward_features;
-    models that have neither simply have none.
+    models with neither have none.
     """
     taps = {name: module for name, module in model.named_modules() if BLOCK.search(name)}
     final = (
@@ -89,7 +89,7 @@ def tapped(model: nn.Module, sink: Sink) -> Iterator[None]:
 
 
 def _hook(name: str, sink: Sink) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook for blocks that return features or (features, extras); what is no tensor of tokens is ignored."""
+    """A hook for blocks that return features or (features, extras); anything but a tensor of tokens is ignored."""
 
     def offer(_module: nn.Module, _inputs: Any, output: Any) -> None:
         output = getattr(output, "last_hidden_state", output)

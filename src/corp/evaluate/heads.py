@@ -1,4 +1,4 @@
-"""Heads for dense prediction: a backbone's patch features in, a map per image out; stored without pickle."""
+"""Heads for dense prediction: from a backbone's patch features to a map per image; stored without pickle."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ Head = LinearHead | UpsamplingHead
 
 
 class WithHead(nn.Module):
-    """A backbone under a head: images (B, 3, H, W) become maps (B, K, h, w).
+    """A backbone under a head, from images (B, 3, H, W) to maps (B, K, h, w).
 
-    Pruned whole, it tells corp that every patch is read, and of which blocks; the head has no sites and stays as it is.
+    Pruning both together tells corp that every patch is read, and from which blocks; the head has no sites and does
+    not change.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Module, blocks: int = 1) -> None:
@@ -126,14 +127,14 @@ def task_of(model: nn.Module) -> str | None:
 
 
 def width_of(backbone: nn.Module) -> int | None:
-    """Channels of the backbone's features, if it says."""
+    """The number of channels of the backbone's features, if known."""
     config = getattr(backbone, "config", None)
     found = getattr(backbone, "embed_dim", None) or getattr(config, "hidden_size", None)
     return found if isinstance(found, int) else None
 
 
 def patch_map(backbone: nn.Module, images: Tensor, blocks: int = 1) -> Tensor:
-    """The patch tokens of the last blocks behind the final norm, as a map (B, blocks C, h, w); no prefix tokens."""
+    """The patch tokens of the last blocks after the final norm, as a map (B, blocks C, h, w); no prefix tokens."""
     inside = getattr(backbone, "forward_intermediates", None)  # of timm
     if callable(inside):
         _require_blocks(backbone, blocks, len(getattr(backbone, "blocks", ())) or blocks)
@@ -189,7 +190,7 @@ def save_head(head: Head, info: HeadInfo, path: str | Path, *, overwrite: bool =
 
 
 def load_head(path: str | Path) -> tuple[Head, HeadInfo]:
-    """The head in float32 and what it predicts. A file without our metadata is taken for a segmentation head."""
+    """The head in float32 and what it predicts. A file without corp's metadata is treated as a segmentation head."""
     try:
         with safe_open(path, "pt") as file:
             info = _info(path, (file.metadata() or {}).get(METADATA, "{}"))
@@ -215,12 +216,12 @@ def _info(path: str | Path, text: str) -> HeadInfo:
 
 
 def _built(path: str | Path, state: dict[str, Tensor], info: HeadInfo) -> Head:
-    """The module that tensors of these names and shapes belong to, with parameters still to be filled."""
+    """The module for tensors of these names and shapes, with parameters still to be filled."""
     final, weight = state.get("final_conv.weight"), state.get("weight")
     steps = [state[name] for i in range(1, len(state)) if (name := f"upconv{i}.weight") in state]
     if final is not None and final.dim() == 4 and steps and all(step.dim() == 4 for step in steps):
         head = UpsamplingHead([steps[0].shape[0], *(step.shape[1] for step in steps)], final.shape[0])
-        for i in range(head.steps):  # files may lack the count of batches, which nothing uses
+        for i in range(head.steps):  # files may lack the number of batches, which nothing uses
             state.setdefault(f"bn{i + 1}.num_batches_tracked", torch.tensor(0))
         return head
     if weight is not None and weight.dim() == 2:

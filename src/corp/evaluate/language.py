@@ -20,7 +20,7 @@ AXES = ("texts", "tokens", "vocabulary")
 
 @dataclass
 class NextTokens:
-    """Sums over the positions whose next token is judged; every number is a mean over those, per sequence."""
+    """Sums over the scored positions; every number is a mean over those, per sequence."""
 
     nll: Mean = field(default_factory=Mean)
     more: Mean = field(default_factory=Mean)  # NLL beyond the dense model's
@@ -33,7 +33,7 @@ class NextTokens:
         return exp(self.nll.mean)
 
     def add(self, output: Any, reference: Any = None, target: Tensor | None = None) -> None:
-        """Logits (B, T, V) of the model and of the dense one; target (B, T), the next tokens."""
+        """Add logits (B, T, V) of the model and of the dense one; target (B, T) are the next tokens."""
         logits = logits_of(output, *AXES)
         dense = None if reference is None else logits_of(reference, *AXES)
         if target is None:
@@ -44,7 +44,7 @@ class NextTokens:
                 f"they cannot be compared; evaluate them separately"
             )
         target = target.to(logits.device)
-        rows, columns = (target != IGNORED).nonzero(as_tuple=True)  # of every judged position (N,)
+        rows, columns = (target != IGNORED).nonzero(as_tuple=True)  # of every scored position (N,)
         counts = rows.bincount(minlength=len(target))  # (B,)
         own = dense is None or dense is logits
         values = _values(logits, None if own else dense, target, rows, columns)
@@ -68,9 +68,9 @@ class NextTokens:
 
 
 def _values(logits: Tensor, dense: Tensor | None, target: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Per judged position (4, N) on the host: NLL, NLL beyond the dense model's, agreement, KL from the dense model.
+    """Per scored position (4, N) on the host: NLL, NLL beyond the dense model's, agreement, KL from the dense model.
 
-    Without another model these are what a model has against itself: 0, 1 and 0.
+    Without a dense model the last three are those of a model against itself: 0, 1 and 0.
     """
     step = max(1, CHUNK // logits.shape[-1])
     parts = [torch.zeros(4, 0, dtype=torch.float64)]

@@ -1,7 +1,7 @@
-"""Logits of a narrowed attention beside the dense one's, on data: the squared difference that the sums predict.
+"""The squared difference between logits of a narrowed and the dense attention, measured on data.
 
-Dimensions that are not rotated count over all logits, as calibration sums them; rotated ones likewise, or, if pairs
-were chosen by attention-weighted cost, by the variance of each row's difference under the dense attention.
+For dimensions that are not rotated it is summed over all logits, as in calibration; for rotated ones likewise or, if
+pairs were chosen by attention-weighted cost, it is the variance of each row's difference under the dense attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from corp.sites import AttentionSite
 
 
 class _Watcher(Collector):
-    """Takes queries and keys as calibration would, call by call."""
+    """Records queries and keys as calibration sees them, call by call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,7 +41,7 @@ class _Watcher(Collector):
 
 
 def heads_at(model: nn.Module, site: AttentionSite, run: Callable[[], Any]) -> list[Heads]:
-    """The queries and keys of the attention that `site` points at, of every call in one forward pass."""
+    """The queries and keys of the attention at `site`, of every call in one forward pass."""
     watcher = _Watcher([site], {})
     with watcher.hooks(model) as handles:
         handles += watcher.watch_queries(model, site)
@@ -81,7 +81,7 @@ class LogitErrors:
         self.plain = Grams(site.heads, site.plain_width + left) if site.plain_width else None
 
     def add(self, dense: Heads, narrow: Heads) -> None:
-        """The logits of (q, q') with (k, -k') are the differences."""
+        """Add the squared differences, which are the logits of (q, q') with (k, -k')."""
         site, old, new = self.site, self.site.rotary_dims, self.turned
         q = dense.q, narrow.q
         k = [x.repeat_interleave(site.heads // site.groups, dim=1) for x in (dense.k, -narrow.k)]
@@ -117,7 +117,7 @@ class LogitErrors:
         return self.rotated + (0.0 if self.plain is None else _energy_of(self.plain, self.centred))
 
     def energy(self, stats: Statistics) -> float:
-        """The energy of the dense model's logits, counted likewise."""
+        """The energy of the dense model's logits, computed in the same way."""
         total = 0.0
         if self.site.rotary:
             pairs = stats.pairs_of(self.site.name).total()

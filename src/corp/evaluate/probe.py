@@ -1,8 +1,8 @@
-"""Linear heads on frozen features, fitted in closed form: ridge regression of what each patch shows, in streaming sums.
+"""Linear heads on frozen features, fitted in closed form: ridge regression of patches' content, from streaming sums.
 
 A patch's target is the share of its labelled pixels that each class has, or their mean depth. Rare classes count more:
-a pixel of class c counts freq_c^-1/2, between plain least squares, which hardly predicts a class of 1 %, and full
-balance, which predicts it everywhere. Newton's method on the logistic loss was no better on CamVid (docs/dense.md).
+a pixel of class c has the weight freq_c^-1/2, between plain least squares, which hardly predicts a class of 1 %, and
+full balance, which predicts it everywhere. Newton's method on the logistic loss was no better (docs/dense.md).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from corp.numerics.refit import RIDGES, GapMoments, choose_ridge, fit_gap, gap_l
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 BALANCE = 0.5  # the power of a class's frequency that its pixels are divided by
-PARTS, HELD = 10, (2, 7)  # consecutive images are alike, so whole tenths of the data are held out, two of them
+PARTS, HELD = 10, (2, 7)  # consecutive images are similar, so two whole tenths of the data are held out
 DEEPEST = 200.0  # metres; a median depth above that is in other units
 MOST_CLASSES = 1000  # more is a label map of another kind, such as instances or depths
 
 
 class Probe(NamedTuple):
-    """A fitted head, the ridge that did best on held-out images, and what it explains of their targets (R²)."""
+    """A fitted head, the best ridge on held-out images, and its R² there."""
 
     head: LinearHead
     ridge: float
@@ -75,7 +75,7 @@ def fit_head(
     """Fit a linear head on the features of the last `info.blocks` blocks of a frozen backbone.
 
     pairs: images (B, 3, H, W) with label maps (B, H', W'), iterable twice: the maps are read first, for the classes and
-    their frequencies. Memory is bounded by the sums, (blocks C)² numbers, whatever the number of images.
+    their frequencies. Memory is limited by the sums, (blocks C)² numbers, whatever the number of images.
     """
     count, pixels = _survey(pairs, info, classes)
     held = {i for i in range(count) if i * PARTS // count in HELD}
@@ -88,7 +88,7 @@ def fit_head(
 
 
 def _solved(fit: WeightedSums, unseen: WeightedSums, info: HeadInfo, images: int) -> Probe:
-    """The head from all sums, with the ridge that serves the unseen images best."""
+    """The head from all sums, with the best ridge on unseen images."""
     both = fit + unseen
     scale = both.moments().cov.diagonal().clamp(min=torch.finfo(torch.float32).tiny).sqrt()
     held = unseen.moments(scale)
@@ -169,7 +169,7 @@ def _collect(
 
 
 def patch_targets(maps: Tensor, grid: tuple[int, int], info: HeadInfo, pixels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What each patch should give (B, K, h, w) and its weight (B, h, w), from maps (B, H, W)."""
+    """The target (B, K, h, w) and the weight (B, h, w) of each patch, from maps (B, H, W)."""
     if info.task == DEPTH:
         valid = torch.isfinite(maps) & (maps > 0)
         values, known = torch.where(valid, maps.double(), 0.0)[:, None], valid.double()[:, None]  # (B, 1, H, W)
@@ -177,7 +177,7 @@ def patch_targets(maps: Tensor, grid: tuple[int, int], info: HeadInfo, pixels: T
         mean = nn.functional.adaptive_avg_pool2d(values, grid) / weight.clamp(min=torch.finfo(torch.float64).tiny)
         return mean, weight[:, 0]
     assert pixels is not None
-    labels = torch.where(maps == info.ignore, len(pixels), maps).long()  # ignored pixels are a class behind the others
+    labels = torch.where(maps == info.ignore, len(pixels), maps).long()  # ignored pixels are an extra last class
     shown = nn.functional.one_hot(labels, len(pixels) + 1)[..., :-1].movedim(-1, 1).float()  # (B, K, H, W)
     share = nn.functional.adaptive_avg_pool2d(shown, grid)  # (B, K, h, w)
     balance = (pixels / pixels.sum()).clamp(min=torch.finfo(torch.float32).tiny) ** -BALANCE  # (K,)

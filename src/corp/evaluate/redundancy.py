@@ -1,4 +1,4 @@
-"""How redundant the sites of a model are: the paper's appendix A from statistics, without looking at data again."""
+"""How redundant the sites of a model are: the paper's appendix A, computed from statistics without data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Row:
     effective_rank: float
     k95_channels: int
     k95_eigenvalues: int
-    sparsity: float | None = None  # of activations; queries, keys and values have no zero to be near
+    sparsity: float | None = None  # of activations; not defined for queries, keys and values
 
     @property
     def rank_ratio(self) -> float:
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass
 class Analysis:
-    """Rows for what is known; `unavailable` maps the other sites to the reason."""
+    """Rows for the sites that can be analysed; `unavailable` maps the others to the reason."""
 
     rows: list[Row] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
 
 
 def _mean_grams(sums: SiteSums[Grams]) -> tuple[Tensor, Tensor] | None:
-    """Mean per-sample Grams of queries and keys, each (H, d, d); added here, as adding the sums may fold them."""
+    """Mean per-sample Grams of queries and keys, each (H, d, d); added here, because adding the sums may fold them."""
     parts = [part.gram_sums() for part in (sums.fit, sums.held) if part.samples]
     known = [part for part in parts if part is not None]
     if not parts:

@@ -1,4 +1,4 @@
-"""The inputs that a model gave some of its modules, given to what stands in their places later."""
+"""Recorded inputs of some of a model's modules, replayed to the modules that replace them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from corp.sites import MLPSite, Site
 
 
 class Inputs:
-    """What the modules called `names` take in one forward pass, call by call.
+    """The inputs of the modules called `names` in one forward pass, call by call.
 
-    A layer that a model calls several times (ALBERT's) would otherwise see what its own narrower self made before.
+    Otherwise a layer that a model calls several times (ALBERT's) would see the output of its own narrowed version.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -24,13 +24,13 @@ class Inputs:
 
     @classmethod
     def of(cls, site: Site) -> Inputs:
-        """Those of the layers that make an MLP's channels, or of the attention as a whole."""
+        """The inputs of the layers that make an MLP's channels, or of the whole attention."""
         if isinstance(site, MLPSite):
             return cls(list(dict.fromkeys(rows.module for rows in site.up)))
         return cls([site.attention])
 
     def recorded(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, one forward pass of the model is written down."""
+        """Within this context, one forward pass of the model is recorded."""
 
         def hook(name: str) -> Any:
             return lambda _module, args, kwargs: self.calls[name].append(_copied((args, kwargs), {}))
@@ -38,7 +38,7 @@ class Inputs:
         return self._before(model, hook)
 
     def replayed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the modules of one forward pass take the tensors that were written down."""
+        """Within this context, the modules get the recorded tensors in one forward pass."""
 
         def hook(name: str) -> Any:
             left = iter(self.calls[name])
@@ -54,9 +54,9 @@ class Inputs:
 
 
 def _copied(value: Any, made: dict[int, Tensor]) -> Any:
-    """Tensors of real numbers in what a module is called with; all else is None.
+    """Copies of the tensors of real numbers in a module's arguments; everything else is None.
 
-    One tensor has one copy, in `made`: queries that are their own keys are still so in the replay.
+    Each tensor has one copy, in `made`, so that queries that are also keys are so in the replay.
     """
     if isinstance(value, Tensor):
         if not value.is_floating_point():
@@ -68,7 +68,7 @@ def _copied(value: Any, made: dict[int, Tensor]) -> Any:
 
 
 def _exchanged(value: Any, known: Any) -> Any:
-    """The value with every tensor that is known in its shape."""
+    """The value, with every tensor replaced by the recorded one if that has its shape."""
     if isinstance(value, Tensor):
         return known if isinstance(known, Tensor) and known.shape == value.shape else value
     if isinstance(value, tuple | list) and isinstance(known, tuple) and len(value) == len(known):

@@ -1,6 +1,6 @@
-"""The one loop of evaluation: several models and the dense one, side by side over the same batches.
+"""The evaluation loop: several models and the dense one, side by side over the same batches.
 
-It knows neither images nor texts: the metric says what is measured, and the batches say what a model takes.
+It does not depend on images or texts: the metric defines what is measured, and the batches what a model takes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Metric(Protocol):
     """Sums over samples, so that no outputs are kept."""
 
     def add(self, output: Any, reference: Any = None, target: Tensor | None = None) -> None:
-        """One batch: the model's output, the dense model's, and the target; None where there is none."""
+        """Add one batch: the model's output, the dense model's, and the target; each may be None if there is none."""
 
 
 @dataclass
 class Contender:
-    """A model and what is measured of it."""
+    """A model and its metric."""
 
     model: nn.Module
     metric: Metric | None = None
@@ -67,7 +67,7 @@ def judged(
     dense: nn.Module | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[M]:
-    """A metric of every model, compared with the dense one if there is one, in one pass over the batches."""
+    """The metric of every model, compared with the dense one if there is one, in one pass over the batches."""
     metrics = [metric() for _ in models]
     side_by_side(dense, [Contender(*pair) for pair in zip(models, metrics, strict=True)], batches, progress)
     return metrics

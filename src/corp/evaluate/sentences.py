@@ -1,4 +1,4 @@
-"""Sentence encoders: mean-pooled embeddings against the dense model's, and against human judgement (STS)."""
+"""Sentence encoders: mean-pooled embeddings compared with the dense model's, and with human judgement (STS)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Embeddings:
     kept: list[Tensor] = field(default_factory=list)
 
     def add(self, output: Any, reference: Any = None, target: Tensor | None = None) -> None:
-        """Hidden states (B, T, C) of the model and of the dense one; target is the attention mask (B, T)."""
+        """Add hidden states (B, T, C) of the model and of the dense one; target is the attention mask (B, T)."""
         if target is None:
             raise DataError("sentence embeddings take batches of (inputs, attention mask)")
         embedded = pool(output, target)  # (B, C)
@@ -61,7 +61,7 @@ def sts_spearman(embeddings: Tensor, scores: Tensor) -> Interval:
 
 
 def spearman(a: Tensor, b: Tensor) -> Interval:
-    """Spearman's rho, ties at their mean rank; the interval by Fisher's z with Bonett and Wright's variance (2000)."""
+    """Spearman's rho with mean ranks for ties; the interval uses Fisher's z and Bonett and Wright's variance (2000)."""
     if len(a) != len(b) or len(a) < 4:
         raise DataError(f"a rank correlation takes at least four pairs of values, not {len(a)} and {len(b)}")
     x, y = ranks(a), ranks(b)
@@ -77,7 +77,7 @@ def spearman(a: Tensor, b: Tensor) -> Interval:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Ranks from 1, equal values sharing the mean of theirs."""
+    """Ranks from 1; equal values share their mean rank."""
     _, which, counts = values.double().unique(sorted=True, return_inverse=True, return_counts=True)
     last: Tensor = counts.cumsum(0).double()
     means: Tensor = last - (counts.double() - 1) / 2

@@ -1,7 +1,7 @@
-"""What deployment data that differs from calibration data does to a plan: per site, from the sums of both.
+"""The effect of deployment data that differs from calibration data on a plan: per site, from the sums of both.
 
-How far the moments are apart, and the exact error of the calibrated fit on the deployment's own sums. The paper bounds
-that error (Propositions C.1.3 and C.2.3); the exact one costs no more to compute.
+It gives the distance of the moments, and the exact error of the calibrated fit on the deployment's own sums. The paper
+bounds that error (Propositions C.1.3 and C.2.3); the exact error costs no more to compute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from corp.surgery.apply import match
 from corp.surgery.opened import opened
 
 TINY = torch.finfo(torch.float64).tiny
-GROWTH = 0.5  # an error that grows by more than this share is warned of
+GROWTH = 0.5  # corp warns if an error grows by more than this share
 NEGLIGIBLE = 1e-3  # of the output's energy: below it the growth of an error does not matter
 COLUMNS = ("site", "kind", "mean", "spread", "error expected", "on deployment", "growth", "best there")
 
@@ -41,11 +41,11 @@ class SiteShift:
     """One site. Errors are squared, relative to the energy of the site's output (Q/K: of its logits) on that data.
 
     mean      how far the means are apart: ||W (mu_t - mu_c)|| / sqrt(E||W x||^2); None for Q/K
-    spread    the same of second moments: ||W (S_t - S_c) W^T|| / ||W S_c W^T|| with the covariances S; for Q/K of
+    spread    the same for second moments: ||W (S_t - S_c) W^T|| / ||W S_c W^T|| with the covariances S; for Q/K of
               H = sum g_q g_k, each relative to its trace
-    expected  the error on unseen data like calibration's: the prediction, and what held-out batches add to it
-    deployed  the error of the calibrated fit on the deployment data, exactly
-    best      what the best fit on the deployment data would leave, the same channels kept
+    expected  the error on unseen data like calibration's: the prediction plus the overfitting on held-out batches
+    deployed  the exact error of the calibrated fit on the deployment data
+    best      the error of the best fit on the deployment data, with the same kept channels
     """
 
     name: str
@@ -75,7 +75,7 @@ class SiteShift:
 
 @dataclass(frozen=True)
 class Shift:
-    """Every site that the plan changes; print it, or take `to_dict()`."""
+    """The shift at every site that the plan changes; print it, or use `to_dict()`."""
 
     samples: tuple[int, int]  # of calibration and of deployment
     sites: tuple[SiteShift, ...]
@@ -86,7 +86,7 @@ class Shift:
         return sorted((site for site in self.sites if site.alarming), key=lambda site: -site.growth)
 
     def warning(self) -> str | None:
-        """A sentence on the worst growth; None if no site is alarming."""
+        """A sentence about the worst growth; None if no site is alarming."""
         if not self.alarming:
             return None
         worst = self.alarming[0]
@@ -108,7 +108,7 @@ class _Found(NamedTuple):
     """Sums over the parts of a site: squared errors and energies, the errors not yet relative."""
 
     calibrated: float
-    energy: float  # of calibration
+    energy: float  # on the calibration data
     deployed: float
     best: float
     deployed_energy: float
@@ -167,7 +167,7 @@ def _apart(here: Layer, there: Layer) -> tuple[float, float]:
 def _linear(
     site: LinearSite, planned: SitePlan, stats: Statistics, here: Layer, there: Layer, recipe: Recipe
 ) -> _Found:
-    """An MLP or values: both are inputs of a linear layer."""
+    """Errors of an MLP or of values, which are both inputs of a linear layer."""
     if isinstance(site, MLPSite):
         (kept,) = planned.indices()
     else:
@@ -185,7 +185,7 @@ def _linear(
 def _heads(
     site: AttentionSite, planned: SitePlan, sums: HeadSums, there: HeadSums, recipe: Recipe
 ) -> tuple[_Found, float]:
-    """All heads of an attention, and how far H of rotated and of other dimensions is from calibration's."""
+    """Errors of all heads of an attention, and how far H is from calibration's."""
     found: list[_Found] = []
     apart: list[tuple[Tensor, Tensor]] = []
     shared, dims = site.heads // site.groups, site.rotary_dims
@@ -211,7 +211,7 @@ def _heads(
 
 
 def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, ridge: float, recipe: Recipe) -> _Found:
-    """One rotary head."""
+    """Errors of one rotary head."""
     pruned = split(len(A_c) // 2, kept)
     here, there = (rotary.pair_system(A, kept, pruned) for A in (A_c, A_t))
     fit = fit_rotated(here, recipe.compensate, ridge)
@@ -249,7 +249,7 @@ def _subspaces(
 def _found(
     error: Callable[..., float], systems: Sequence[Any], fit: Any, best: Any, energies: Sequence[float]
 ) -> _Found:
-    """Errors of the calibrated fit and of the best one; systems and energies are of calibration and of deployment."""
+    """Errors of the calibrated fit and of the best one; systems and energies are of calibration and deployment."""
     here, there = systems
     return _Found(error(here, fit), energies[0], error(there, fit), error(there, best), energies[1])
 

@@ -1,4 +1,4 @@
-"""One calibration, many plans: a grid of recipes, each applied and measured, in a folder that survives a kill."""
+"""One calibration, many plans: a grid of recipes, each applied and measured, in a folder that can be resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from corp.sites import AttentionSite
 
 Row = dict[str, Any]
 Evaluate = Callable[[Sequence[nn.Module]], list[Row]]  # one row of numbers per model, in one pass over the data
-CASE = ("samples", *KINDS, "preset", "rank", "compensate", "ridge")  # what tells one row from another
+CASE = ("samples", *KINDS, "preset", "rank", "compensate", "ridge")  # what identifies a row
 AT_ONCE, AT_ONCE_BYTES = 8, 2 * 2**30  # models evaluated in one pass over the data
 ROWS, SECONDS, RESULT, STATISTICS = "rows.json", "seconds.json", "sweep.json", "statistics"
 
@@ -43,7 +43,7 @@ def grid(
     compensations: Sequence[str] = ("",),
     ridges: Sequence[float] = (1e-3,),
 ) -> list[Recipe]:
-    """Every combination as a recipe; "" stands for what the preset says."""
+    """Every combination as a recipe; "" stands for the preset's value."""
     if unknown := sorted(set(kinds) - set(TOGETHER)):
         raise RecipeError(f"kinds: {', '.join(unknown)} is not among {', '.join(TOGETHER)}")
     return [
@@ -61,7 +61,7 @@ def grid(
 
 @dataclass
 class Sweep:
-    """The dense model, the recipes and what is measured; `folder`, if any, holds what is finished."""
+    """The dense model, the recipes and what is measured; `folder`, if any, holds finished results."""
 
     dense: nn.Module
     recipes: Sequence[Recipe]
@@ -115,7 +115,7 @@ class Sweep:
         if self.evaluate is None or self.dense_row is None:
             self.rows += rows
             return
-        first = set(self.dense_row) == {"params", "macs"}  # the dense model joins the first pass, not every one
+        first = set(self.dense_row) == {"params", "macs"}  # the dense model is measured in the first pass only
         numbers = self.evaluate([self.dense, *models] if first else models)
         if first:
             self.dense_row |= numbers.pop(0)
@@ -137,9 +137,9 @@ def statistics_of_sizes(
     settings: Settings,
     observer: Observer = SILENT,
 ) -> Iterator[tuple[Statistics, float | None]]:
-    """Statistics of the first sizes[0], sizes[1] … samples of a random order, and the seconds each took to get to.
+    """Statistics of the first sizes[0], sizes[1] … samples of a random order, and the seconds until each.
 
-    One pass: every sample is seen once, and sums add. The seconds of a run that was interrupted are not known.
+    One pass is enough, because sums add. The seconds of an interrupted run are unknown.
     """
     check_sizes(sizes, data.samples)
     tokens = settings.tokens
@@ -177,7 +177,7 @@ def check_sizes(sizes: Sequence[int], samples: int) -> None:
 
 
 def result(sweep: Sweep, about: Mapping[str, Any], calibration: Mapping[int, float | None]) -> dict[str, Any]:
-    """Everything a sweep found, as one JSON object."""
+    """All results of a sweep, as one JSON object."""
     return {
         "format": "corp-sweep",
         **about,
@@ -201,7 +201,8 @@ def _runtime(rows: Sequence[Row]) -> Row:
 def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -> Iterator[Path]:
     """The folder of a sweep: that of a killed run of the same command, a new one, or a temporary one.
 
-    When the block ends well it becomes `out`, less its scaffolding; until then a kill loses only the case under way.
+    If the block succeeds, the folder becomes `out`, without temporary files; until then a kill loses only the current
+    case.
     """
     if out is None:
         with tempfile.TemporaryDirectory(prefix="corp-sweep-") as hidden:
@@ -215,7 +216,7 @@ def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -
             yield partial
         except BaseException:
             if not any(path.is_dir() or path.name == ROWS for path in partial.iterdir()):
-                shutil.rmtree(partial, ignore_errors=True)  # nothing was finished that could be gone on with
+                shutil.rmtree(partial, ignore_errors=True)  # nothing was finished that could be continued
             raise
         refuse_existing(out, overwrite=False)
         with writing(out):
@@ -224,14 +225,14 @@ def working_folder(out: Path | None, identity: dict[str, Any], *, fresh: bool) -
 
 
 def _tidy(partial: Path) -> None:
-    """Leave results, figures and the statistics of all the data; those of parts of it have served."""
+    """Keep results, figures and the statistics of all the data; remove those of parts of it."""
     sizes = sorted(partial.glob(f"{STATISTICS}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     if sizes:
-        shutil.rmtree(partial / STATISTICS, ignore_errors=True)  # of a run that was killed in here
+        shutil.rmtree(partial / STATISTICS, ignore_errors=True)  # of a run that was killed at this point
         sizes.pop().rename(partial / STATISTICS)
     for leftover in (*sizes, *partial.glob("part-*"), *partial.glob(".lock-*")):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    for record in (SECONDS, ROWS, "run.json"):  # the record of what it is a run of goes last
+    for record in (SECONDS, ROWS, "run.json"):  # the run's identity is removed last
         (partial / record).unlink(missing_ok=True)
 
 

@@ -1,5 +1,5 @@
-"""What a run writes and shows: files that appear whole or not at all, plain tables, and progress for whoever watches.
+"""Output of a run: files that are written completely or not at all, plain tables, and progress for observers.
 
-Data and paths come in; files, text and calls of an `Observer` go out.
+It takes data and paths, and produces files, text and calls of an `Observer`.
 Any package may import it; it imports errors only.
 """

@@ -1,6 +1,6 @@
-"""Outputs appear whole or not at all: write beside, then rename. And reading small files with a limit.
+"""Atomic outputs, which are written under another name and then renamed, and size limits for reading small files.
 
-Locks are flock's own, because what is locked is the folder being written itself; filelock locks files only.
+Locks use flock directly, because they lock the folder that is being written; filelock locks only files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock; there two runs into one folder are not told apart
+except ImportError:  # Windows has no flock; there two runs into one folder are not detected
     fcntl = None  # type: ignore[assignment]
 
 from corp.errors import StorageError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MAX_JSON_BYTES = 256 * 2**20  # far above any plan; a stranger's file may claim to be anything
+MAX_JSON_BYTES = 256 * 2**20  # far above any plan; an untrusted file may be of any size
 DTYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # torch's, safetensors' own
 DTYPE_NAMES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 DTYPE_NAMES |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
@@ -39,10 +39,10 @@ DTYPE_NAMES |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, a failure to write is an error of corp that names `path`."""
+    """Within this context, a failure to write becomes a corp error that names `path`."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # a library that fills a folder may come upon a full disk, too
+    except (OSError, SafetensorError) as error:  # a library that writes into a folder may find the disk full, too
         raise StorageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -60,31 +60,31 @@ def write_text(path: Path, text: str) -> None:
                 os.chmod(beside, 0o666 & ~_umask())
                 os.replace(beside, path)
         finally:
-            Path(beside).unlink(missing_ok=True)  # only there when something went wrong
+            Path(beside).unlink(missing_ok=True)  # it exists only if something went wrong
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file likewise, one entry per line."""
+    """Write a JSON file in the same way, one entry per line."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file into a folder that is not published yet."""
-    from safetensors.torch import save_file  # imports torch, which --help and early checks need not
+    from safetensors.torch import save_file  # imports torch, which --help and early checks do not need
 
     with writing(path):
         save_file(dict(tensors), path, metadata=metadata)
 
 
 def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[list[str], bytes]:
-    """The order in which safetensors writes tensors of these dtypes and shapes, and what it writes before them."""
+    """The order in which safetensors writes tensors of these dtypes and shapes, and the header that it writes."""
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         dtype, shape = kinds[name]
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        known = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))  # of others a name of some length
+        known = DTYPE_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))  # any name of similar length for others
         header[name] = {"dtype": known, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -93,7 +93,7 @@ def tensor_header(kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tup
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` when the block ends well and vanishes when it does not."""
+    """A folder to fill, which becomes `path` if the block succeeds and is removed otherwise."""
     refuse_existing(path, overwrite=overwrite)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,18 +104,18 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 yield beside
                 for file in beside.rglob("*"):  # safetensors makes files that only their owner may read
                     os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())
-                    if file.is_file():  # the content is on the disk before the name: it is whole after a power cut
+                    if file.is_file():  # the content is on disk before the name, so a power cut cannot truncate it
                         with file.open("rb+") as content:
                             os.fsync(content.fileno())
                 os.chmod(beside, 0o777 & ~_umask())
                 _swap(beside, path, overwrite=overwrite)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)  # what went wrong, or what was replaced
+            shutil.rmtree(beside, ignore_errors=True)  # the failed or the replaced folder
 
 
 @contextmanager
 def lock_folder(folder: Path, name: str) -> Iterator[None]:
-    """One process at a time in a folder; the lock dies with its process, however that ends."""
+    """Allow one process at a time in a folder; the lock ends with its process, however that ends."""
     with writing(folder):
         lock = (folder / f".lock-{name}").open("w")
     with lock:
@@ -125,7 +125,7 @@ def lock_folder(folder: Path, name: str) -> Iterator[None]:
 
 
 def _hold(handle: int) -> bool:
-    """Lock an open file or folder until it is closed; False where another process has it."""
+    """Lock an open file or folder until it is closed; False if another process holds it."""
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +136,7 @@ def _hold(handle: int) -> bool:
 
 @contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Lock a file or folder while inside, so that no run takes it for a leftover; False if another process has it."""
+    """Lock a file or folder, so that no other run removes it as a leftover; False if another process holds it."""
     if fcntl is None:
         yield True
         return
@@ -148,18 +148,18 @@ def _held(path: Path) -> Iterator[bool]:
 
 
 def _prefix(path: Path) -> str:
-    return f".{path.name}.corp-"  # unmistakably ours: what is left of it gets removed
+    return f".{path.name}.corp-"  # unique to corp, because leftovers are removed
 
 
 def _sweep_up(path: Path) -> None:
-    """Remove what runs that were killed left beside `path`: what no process holds any more."""
+    """Remove leftovers of killed runs beside `path`, which no process holds any more."""
     if fcntl is None:
         return
     ours = re.compile(re.escape(_prefix(path)) + r"[a-z0-9_]{8}")  # as tempfile names them
     with os.scandir(path.parent) as entries:
         left = [Path(entry.path) for entry in entries if ours.fullmatch(entry.name) and not entry.is_symlink()]
     for old in left:
-        with suppress(OSError), _held(old) as free:  # it may be gone by now
+        with suppress(OSError), _held(old) as free:  # it may no longer exist
             if free:
                 shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
@@ -174,7 +174,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def _swap(beside: Path, path: Path, *, overwrite: bool) -> None:
-    refuse_existing(path, overwrite=overwrite)  # it may have appeared while the folder was filled
+    refuse_existing(path, overwrite=overwrite)  # it may have been created while the folder was filled
     if not path.exists():
         os.rename(beside, path)
     elif not _exchanged(beside, path):
@@ -193,7 +193,7 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """Parse a JSON file that may come from anybody."""
+    """Parse a JSON file that may be untrusted."""
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
@@ -205,7 +205,7 @@ def read_json(path: Path) -> Any:
         raise StorageError(f"{path} is not valid JSON: {error}") from error
 
 
-# What a folder with this file is.
+# What kind of folder contains this file.
 KINDS = {
     "corp.json": "a folder that corp saved (corp prune, corp.save)",
     "statistics.json": "a folder of statistics (corp calibrate)",

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it: stages with their progress, notes, and how long each stage took."""
+"""Observers of a run: they receive stages with their progress, notes, and how long each stage took."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class Observer:
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """Watch a stage of at most `total` units (None: unknown); it yields a function that takes the units done."""
+        """Follow a stage of at most `total` units (None: unknown); yields a function to call with the units done."""
         yield lambda _done: None
 
     def note(self, message: str) -> None:
-        """Take one sentence that a user should read."""
+        """Receive one sentence that a user should read."""
 
     def estimate(self, make: Callable[[], Any]) -> Any:
-        """Take what the run will do and how long that takes: `make` measures it, and is called if it is wanted.
+        """Receive an estimate of the run: `make` computes it, and is called only if it is wanted.
 
-        What it returns, a `corp.measure.estimate.Estimate` or None, is set beside the outcome in the report.
+        The returned value, a `corp.measure.estimate.Estimate` or None, is shown beside the outcome in the report.
         """
 
     def finished(self, gained: str) -> None:
-        """Take one line that says what the run gained."""
+        """Receive one line that says what the run gained."""
 
     def found(self, sites: Any) -> None:
-        """Take the `corp.sites.Sites` of the model, before any long work."""
+        """Receive the `corp.sites.Sites` of the model, before any long work."""
 
     def calibrated(self, stats: Any) -> Any:
-        """Take the `corp.Statistics` of the data pass; the model is planned from the ones that are returned."""
+        """Receive the `corp.Statistics` of the data pass; the returned statistics are used for planning."""
         return stats
 
 
@@ -66,7 +66,7 @@ class Bars(Observer):
                 bars.update(task, advance=done, rate=f"{speed:.1f} {unit}/s" if speed else "")
 
             yield advance
-            bars.update(task, total=bars.tasks[0].completed)  # a bound may not have been reached: the stage is over
+            bars.update(task, total=bars.tasks[0].completed)  # the total may be a bound: the stage is over
 
     def estimate(self, make: Callable[[], Any]) -> Any:
         made = make()
@@ -82,13 +82,13 @@ class Bars(Observer):
 
 
 class Clock(Observer):
-    """Passes everything on to another observer, and records how long every stage took, without the stages inside it."""
+    """Forwards everything to another observer, and records how long every stage took, without stages inside it."""
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
         self.seconds: dict[str, float] = {}
-        self.estimated: Any = None  # the first estimate that was made
-        self._inside = [0.0]  # seconds of finished stages inside of the current one, outermost first
+        self.estimated: Any = None  # the first estimate
+        self._inside = [0.0]  # seconds of finished stages inside the current ones, outermost first
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str) -> Iterator[Advance]:
@@ -121,7 +121,7 @@ class Clock(Observer):
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the unit that people would use: 40 s, 3 min, 2.5 h."""
+    """A duration in the usual unit: 40 s, 3 min, 2.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -133,7 +133,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=No
 
 @contextmanager
 def timing() -> Iterator[dict[str, float]]:
-    """Within this context, the seconds of every step are added to the dictionary it gives."""
+    """Within this context, the seconds of every step are added to the yielded dictionary."""
     seconds: dict[str, float] = {}
     token = _seconds.set(seconds)
     try:
@@ -144,7 +144,7 @@ def timing() -> Iterator[dict[str, float]]:
 
 @contextmanager
 def timed(step: str) -> Iterator[None]:
-    """Count the time spent in here as that of `step`, if it is being measured."""
+    """Count the time spent in this context as that of `step`, if it is being measured."""
     seconds, start = _seconds.get(), time.perf_counter()
     try:
         yield

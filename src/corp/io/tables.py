@@ -52,7 +52,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], *, first: str) -> None:
-    """A column for every key of any row, in the order in which they appear; `first` is there even without rows."""
+    """Write a column for every key of any row, in order of appearance; `first` is written even without rows."""
     columns = list(dict.fromkeys([first, *(key for row in rows for key in row)]))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")

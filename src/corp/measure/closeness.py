@@ -1,8 +1,8 @@
-"""How close a pruned model stays to the dense one without labels, whatever the model's output is.
+"""How close a pruned model is to the dense one, without labels and for any kind of output.
 
-Logits (a record's `logits`, or one row per sample) answer a question: closeness is how often the answer is the same
-(the class, the next token) and the KL divergence of the distributions. Any other output, hidden states or features,
-is pooled over tokens; closeness is then the mean cosine, and the squared error relative to the dense output.
+Logits (a record's `logits`, or one row per sample) give answers: closeness is how often the answer is the same (the
+class, the next token), and the KL divergence of the distributions. Any other output, hidden states or features, is
+pooled over tokens; closeness is then the mean cosine, and the squared error relative to the dense output.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from corp.calibration.batches import Forward, evaluating, feed, first_samples, i
 from corp.errors import DataError, ModelError
 from corp.measure.intervals import Interval, Mean, wilson
 
-CHUNK = 1 << 21  # logits compared at a time: the copies stay in the cache, and those of a whole batch would not fit
+CHUNK = 1 << 21  # logits compared at a time, so that the copies fit in the cache
 KEPT = 1 << 27  # logits of the dense model that are kept: half a gigabyte in float32
-LEAST = 16  # positions that are compared of every sequence, however many sequences there are
+LEAST = 16  # positions compared per sequence, however many sequences there are
 
 
 class Closeness:
-    """Sums over samples. `agreement` is what people ask for; `divergence` tells finer differences apart."""
+    """Sums over samples. `agreement` is what users want to know; `divergence` shows finer differences."""
 
     def __init__(self) -> None:
         self.same, self.apart = Mean(), Mean()  # of answers: one per sample, or one per token
         self.cosine, self.error = Mean(), Mean()  # of features
-        self.single = True  # is there one answer per sample?
+        self.single = True  # whether there is one answer per sample
         self.each: list[Tensor] = []  # the divergence of every sample (B,), batch by batch
 
     def add(self, output: Tensor, dense: Tensor, mask: Tensor | None, *, answers: bool) -> None:
-        """Outputs (B, K), (B, n, K), or (B, K, …) for answers at places; mask (B, n) is true at real tokens."""
+        """Add outputs (B, K), (B, n, K), or (B, K, …) for answers in maps; mask (B, n) is true at real tokens."""
         if output.shape != dense.shape:
             raise ModelError(f"outputs of shape {tuple(output.shape)} and {tuple(dense.shape)} cannot be compared")
         if not answers:
@@ -70,8 +70,8 @@ class Closeness:
     def divergence(self, rival: Closeness | None = None) -> Interval:
         """KL from the dense distribution in nats, or the relative squared error.
 
-        If the comparison ended early, it is the rival's, which saw all samples, plus the difference on those that
-        both saw: other samples may be easier.
+        If the comparison ended early, it is the rival's divergence on all samples plus the difference on the samples
+        that both saw, because the other samples may be easier.
         """
         own = self.error.interval() if self.error.n else self.apart.interval()
         if rival is None or len(self.each) == len(rival.each):
@@ -85,7 +85,7 @@ class Closeness:
         return len(behind) > 1 and bool(behind.mean() > 2 * behind.std() / len(behind) ** 0.5)
 
     def _behind(self, rival: Closeness) -> Tensor:
-        """How much farther each sample is than with the rival."""
+        """How much larger each sample's divergence is than with the rival."""
         return torch.cat([own - other for own, other in zip(self.each, rival.each, strict=False)])
 
     @property
@@ -96,16 +96,16 @@ class Closeness:
 
 
 class Reference:
-    """The dense model's outputs on some batches, kept, and other models compared with them."""
+    """The dense model's outputs on some batches, with which other models are compared."""
 
     def __init__(self, dense: nn.Module, batches: Sequence[Any], forward: Forward | None = None) -> None:
         self.batches, self.forward = list(batches), forward
         self.samples = sum(map(size_of, batches))
-        self.features = getattr(dense, "num_classes", None) == 0  # timm's way of saying that there is no classifier
+        self.features = getattr(dense, "num_classes", None) == 0  # in timm this means that there is no classifier
         self.outputs = [self._output(dense, batch) for batch in batches]
 
     def compare(self, model: nn.Module, rival: Closeness | None = None) -> Closeness:
-        """How close the model is; it ends early where the model lags behind the rival, the best one so far."""
+        """How close the model is; ends early if the model is clearly worse than the rival, the best one so far."""
         found = Closeness()
         for batch, dense in zip(self.batches, self.outputs, strict=True):
             found.add(self._output(model, batch).values, dense.values, dense.mask, answers=dense.answers)
@@ -115,7 +115,7 @@ class Reference:
 
     def few(self, answers: int, samples: int) -> Reference:
         """Return a reference to the first samples only: as many as give this many answers, at most `samples`."""
-        part = copy(self)  # which compares the same positions
+        part = copy(self)  # it compares the same positions
         part.batches, part.outputs, taken = [], [], 0
         for batch, dense in zip(self.batches, self.outputs, strict=True):
             wanted = min(samples, math.ceil(answers / dense.each)) - taken
@@ -153,7 +153,7 @@ class Reference:
 
 @dataclass
 class Race:
-    """Models that are compared one after the other, each only as long as it keeps up with the best one so far."""
+    """Models compared one after the other, each only until it is clearly worse than the best one so far."""
 
     reference: Reference
     best: Closeness | None = None
@@ -167,7 +167,7 @@ class Race:
 
 
 class Output(NamedTuple):
-    """What is compared of one batch: answers (logits) or features, and which of their tokens are real."""
+    """What is compared for one batch: answers (logits) or features, and which of their tokens are real."""
 
     values: Tensor
     mask: Tensor | None
@@ -183,7 +183,7 @@ class Output(NamedTuple):
 
 
 def tensor_of(output: Any) -> tuple[Tensor, bool]:
-    """What to compare of a model's output, and whether it is logits: a record's, or one row per sample."""
+    """The tensor to compare in a model's output, and whether it is logits: a record's, or one row per sample."""
     fields = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else {}
     logits = fields.get("logits")
     if isinstance(logits, Tensor) and logits.dim() >= 2:
@@ -202,7 +202,7 @@ def tensor_of(output: Any) -> tuple[Tensor, bool]:
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """Which tokens of a batch are real, where it says so."""
+    """Which tokens of a batch are real; None if it has no mask."""
     batch = inputs_of(batch)
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
@@ -226,7 +226,7 @@ def _flat(logits: Tensor) -> Tensor:
 
 
 def compare_logits(logits: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of (N, K), in float64 on the host: is the largest the same, and the KL from the dense one in nats."""
+    """For each row of (N, K), in float64 on the host: whether the argmax is the same, and the KL from dense in nats."""
     same, apart = [], []
     for q, p in zip(*(part.split(max(1, CHUNK // logits.shape[-1])) for part in (logits, dense)), strict=True):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -246,6 +246,6 @@ def logits_of(output: Any, *axes: str) -> Tensor:
 
 
 def require_finite(values: Tensor, dtype: torch.dtype) -> None:
-    # A sum is many times as fast as a look at every value, and finite only if all of them are.
+    # A sum is many times as fast as testing every value, and finite only if all of them are.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
         raise ModelError(f"the model gives values that are not finite in {dtype}; run it in float32")

@@ -17,7 +17,7 @@ from corp.measure.closeness import Reference
 from corp.measure.intervals import Interval
 from corp.measure.timing import Ratio, complete, interleave, speed_up
 
-ROUNDS = 9  # of timing: the median of so many is known with 95 % confidence
+ROUNDS = 9  # of timing: enough for a 95 % interval of the median
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,22 +18,22 @@ from corp.surgery.attention import true_widths
 
 
 def count_params(model: nn.Module) -> int:
-    """Parameters, shared ones once."""
+    """The number of parameters; shared ones count once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def count_macs(model: nn.Module, batch: Any, forward: Forward | None = None) -> int:
     """Multiply-accumulates of one forward pass over `batch`.
 
-    torch's counter gives its fused CPU attention kernel and nn.TransformerEncoderLayer's fast path zero, so attention
-    is counted unfused, and with its true widths: zero-padding for a faster kernel is not work that the model needs.
+    torch's counter assigns zero to its fused CPU attention kernel and nn.TransformerEncoderLayer's fast path, so
+    attention is counted unfused, and with its true widths: the model does not need zero-padding for faster kernels.
     """
     counter = FlopCounterMode(display=False)
     try:
         unfused = sdpa_kernel(SDPBackend.MATH)
         with torch.no_grad(), _frozen(model), uncompiled(), without_fast_path(), unfused, true_widths(), counter:
             run(model, batch, forward)
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # of the model's own code
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # from the model's own code
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
             f"operations cannot be counted, because {type(model).__name__} does not run on its input: {reason}"
@@ -43,7 +43,7 @@ def count_macs(model: nn.Module, batch: Any, forward: Forward | None = None) -> 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter wants a gradient inside: the counter's module tracker trips over those used as they are."""
+    """Turn off gradients of parameters: the counter's module tracker fails on parameters that are used directly."""
     wanting = [p for p in model.parameters() if p.requires_grad]
     try:
         for parameter in wanting:

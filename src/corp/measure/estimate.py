@@ -1,8 +1,8 @@
-"""How long a run will take and what memory it will need, stage by stage: from shapes and a short test of the machine.
+"""The estimated time and memory of a run, stage by stage, from shapes and a short test of the machine.
 
-Every formula counts multiply-accumulates of the largest terms; what a machine makes of them is measured. The factors
-say how many times as long a step takes as one product of that size, and were fitted on runs of many shapes
-(benchmarks/estimate.py prints them anew). D is the width of a site's input, d of a head, N the samples.
+Every formula counts multiply-accumulates of the largest terms; the speed of the machine is measured. The factors
+say how much longer a step takes than one product of that size, and were fitted on runs of many shapes
+(benchmarks/estimate.py recomputes them). D is the width of a site's input, d that of a head, N the number of samples.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, OutputHead, Site, Sites, projection_at
 
 FIT, SKETCH, ELIMINATE, VALUES = 4.0, 1.8, 3.0, 12.0  # D^3, float64: plan a layer, plan it for a trial, choose inputs
-TOUCH = 2000.0  # D^2: what a fit reads and writes, in products that the same time would do
+TOUCH = 2000.0  # D^2: the reads and writes of a fit, in products that take the same time
 HEADS = {SUBSPACE: (80.0, 1.5)}  # N d^3 of a head: to plan it, and for a trial
 COORDINATES = (35.0, 15.0)
 ROTATED = 60.0  # d^3 of a head
-SUMS = 1.3  # of float32 products: the sums of calibration and refit
+SUMS = 1.3  # times float32 products: the sums of calibration and refit
 CHECK = 1.0  # D^3: the self-check of a layer
-STREAMS = 8  # hidden states that the refit holds of every sample, the input of a block's last layer among them
-REPLAYS = 2.4  # times that the refit runs a block
+STREAMS = 8  # hidden states that the refit holds per sample, including the input of a block's last layer
+REPLAYS = 2.4  # how often the refit runs a block
 SOLVES = 7.0  # D^3: a layer's refit
-BEHIND = 0.6  # of a pass: blocks in front of the one that a sensitivity is measured at do not run again
-JUDGED = 0.7  # of a pass over the held-out samples: trials are narrower, and end early if they lag behind
+BEHIND = 0.6  # of a pass: to measure a sensitivity, earlier blocks do not run again
+JUDGED = 0.7  # of a pass over the held-out samples: trials are narrower, and end early if they are worse
 SITE = 0.012  # seconds that a step takes at the smallest site
-TEST_SECONDS = 0.4  # spent at the most on timing a forward pass
-COSTLY = 30.0  # seconds: a longer stage that also outweighs the pass over the data is mentioned
+TEST_SECONDS = 0.4  # the most that is spent on timing a forward pass
+COSTLY = 30.0  # seconds: a longer stage that also takes longer than the data pass is mentioned
 
 
 class Machine(NamedTuple):
-    """What was measured: multiply-accumulates per second in float32 and float64, and seconds of one sample."""
+    """The measured speed: multiply-accumulates per second in float32 and float64, and seconds per sample."""
 
     single: float
     double: float
@@ -51,17 +51,17 @@ class Machine(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a run goes through: samples, and how many of them trial models and the refit see."""
+    """The work of a run: samples, and how many of them trial models and the refit use."""
 
     samples: int
     tokens: Mapping[str, int]  # of one sample, at every site
-    counted: Mapping[str, int]  # those of them that are summed up, at every linear site
-    calibrates: bool = True  # not where statistics are given
+    counted: Mapping[str, int]  # how many of them are summed, at every linear site
+    calibrates: bool = True  # False if statistics are given
     trials: int = 0
-    tried: int = 0  # samples that every trial model is compared on
+    tried: int = 0  # samples on which every trial model is compared
     curves: bool = False  # whether errors at every width are needed
-    alone: int = 0  # samples that every model with one narrower site is compared on
-    tried_alone: frozenset[str] = frozenset()  # the sites of which there is such a model
+    alone: int = 0  # samples on which every model with one narrower site is compared
+    tried_alone: frozenset[str] = frozenset()  # the sites that are narrowed alone
     refitted: int = 0
 
 
@@ -70,18 +70,18 @@ class Stage(NamedTuple):
 
     name: str
     seconds: float
-    memory: int  # bytes beside the model
+    memory: int  # bytes in addition to the model
     avoid: str = ""  # what makes it cheaper
 
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Tabular):
-    """What will be done, on what, and about how long and with how much memory; stages are empty if that is unknown."""
+    """What will be done, on which data, with how much time and memory; stages are empty if that is unknown."""
 
     what: str
     stages: tuple[Stage, ...]
-    base: int = 0  # bytes that the process holds before
-    free: int | None = None  # bytes that it may use beside those, if known
+    base: int = 0  # bytes that the process holds before the run
+    free: int | None = None  # bytes that it may use in addition, if known
 
     @property
     def seconds(self) -> float:
@@ -99,7 +99,7 @@ class Estimate(Tabular):
         return f"{self.what}: about {duration(self.seconds)}, {human(self.memory)} of memory"
 
     def advice(self) -> list[str]:
-        """A sentence on every stage that costs far more than the pass over the data, with what avoids it."""
+        """A sentence on every stage that costs far more than the data pass, with the option that avoids it."""
         data = max(COSTLY, *(s.seconds for s in self.stages if not s.avoid))
         return self._too_large() + [
             f"about {duration(stage.seconds)} of that is for {stage.name}; {stage.avoid}"
@@ -127,7 +127,7 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
     own = [site for site in sites if not recipe.skips(site.name)]
     linear = [site for site in own if not isinstance(site, AttentionSite)]
     weights, sums = weight_bytes(model), sum(site_bytes(site, load.samples) for site in summed(sites))
-    solving = sums + 64 * max((site.inputs for site in linear), default=0) ** 2  # eight matrices of a site
+    solving = sums + 64 * max((site.inputs for site in linear), default=0) ** 2  # eight matrices per site
     known, found = load.curves, []
     if load.calibrates:
         seconds = load.samples * machine.forward + sum(sum_seconds(site, load, machine) for site in summed(sites))
@@ -159,7 +159,7 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
     if load.refitted:
         wide = max((projection_at(model, site.down).weight.shape[0] for site in linear), default=0)
         held = sums + 2 * weights + STREAMS * 4 * load.refitted * max(load.tokens.values()) * wide
-        if not load.calibrates:  # else it is done on the way
+        if not load.calibrates:  # otherwise calibration computes it on the way
             found.append(Stage("recording for the refit", load.refitted * machine.forward, held))
         seconds = load.refitted * REPLAYS * machine.forward + sum(refit_seconds(s, load, machine) for s in linear)
         found.append(Stage("refitting", seconds, held, "sequential=False skips it"))
@@ -167,14 +167,14 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
 
 
 def sum_seconds(site: Site | OutputHead, load: Load, machine: Machine) -> float:
-    """The sums of one site: half of x^T x, D^2 / 2 per token, or Grams of queries and keys, d^2 per token and head."""
+    """The time for the sums of one site: D^2 / 2 per token, or for queries and keys d^2 per token and head."""
     if isinstance(site, AttentionSite):
         return SUMS * load.samples * load.tokens[site.name] * site.heads * site.width**2 / machine.single
     return SUMS * load.samples * load.counted[site.name] * site.inputs**2 / 2 / machine.single
 
 
 def curve_seconds(site: Site, machine: Machine) -> float:
-    """Elimination of an MLP's channels one by one, 3 D^3; of values a basis, 12 D^3, and fits at eight widths."""
+    """The time for an error curve: elimination of an MLP's channels, 3 D^3, or basis and fits of values, 12 D^3."""
     if isinstance(site, AttentionSite):
         return 0.0
     factor = ELIMINATE if isinstance(site, MLPSite) else VALUES + 8 * SKETCH / 2
@@ -184,7 +184,7 @@ def curve_seconds(site: Site, machine: Machine) -> float:
 def plan_seconds(
     site: Site, recipe: Recipe, load: Load, machine: Machine, *, trial: bool = False, known: bool = False
 ) -> float:
-    """Choose, fit and predict at one site; a trial only fits, and `known` elimination paths are not computed again."""
+    """The time to choose, fit and predict at one site; a trial only fits, and `known` elimination paths are reused."""
     if isinstance(site, AttentionSite):
         return _head_seconds(site, recipe, load, machine, trial=trial) if _pruned(site, recipe) else 0.0
     if not _pruned(site, recipe):
@@ -198,13 +198,13 @@ def plan_seconds(
 
 
 def refit_seconds(site: LinearSite, load: Load, machine: Machine) -> float:
-    """The sums of what one layer is fed, D^2 per token, and its solves."""
+    """The time for the sums of one layer's input, D^2 per token, and its solves."""
     tokens = load.refitted * load.tokens[site.name]
     return SITE + SUMS * tokens * site.inputs**2 / machine.single + _cube(site.inputs, SOLVES) / machine.double
 
 
 def _head_seconds(site: AttentionSite, recipe: Recipe, load: Load, machine: Machine, *, trial: bool) -> float:
-    """Conjugate gradients over the Grams of N entries, N d^3 a step, or over their folded sum, d^5 / 2."""
+    """The time of conjugate gradients over the Grams of N entries, N d^3 a step, or their folded sum, d^5 / 2."""
     d = site.plain_width
     entries = load.samples * (CAUSAL_BLOCKS if site.causal else 1)
     entries = d * d // 2 if entries > folds_after(d) else entries
@@ -214,7 +214,7 @@ def _head_seconds(site: AttentionSite, recipe: Recipe, load: Load, machine: Mach
 
 
 def _cube(width: int, factor: float = 1.0) -> float:
-    """factor D^3, and what reading and writing D^2 numbers takes beside that."""
+    """factor D^3, plus the cost of reading and writing D^2 numbers."""
     return factor * (width**3 + TOUCH / FIT * width**2)
 
 
@@ -223,12 +223,12 @@ def _pruned(site: Site, recipe: Recipe) -> bool:
 
 
 def summed(sites: Sites) -> list[Site | OutputHead]:
-    """Everything in the model whose inputs calibration sums up."""
+    """Everything in the model whose inputs calibration sums."""
     return [*sites, *([sites.output] if sites.output else [])]
 
 
 def _cheaper(sites: list[Site], recipe: Recipe) -> str:
-    """The setting that makes planning of these sites cheap."""
+    """The setting that makes planning of these sites cheaper."""
     widest = max(sites, key=lambda site: site.width)
     if isinstance(widest, MLPSite) and recipe.rank == "exact":
         return f"rank='combined' does not eliminate the {widest.width} channels of an MLP one by one"
@@ -240,8 +240,8 @@ def measure_machine(
 ) -> tuple[Machine, dict[str, int]]:
     """The speed of products and of the model, and the tokens of one sample at every site; below a second.
 
-    `batch` is the first of the data, of which as many samples are run as fit into that time; None if only statistics
-    are known.
+    `batch` is the first one of the data; as many of its samples are run as fit into that time. It is None if there are
+    only statistics.
     """
     single, double = (_products(dtype) for dtype in (torch.float32, torch.float64))
     if batch is None:
@@ -249,7 +249,7 @@ def measure_machine(
     one = batch if forward is not None else first_samples(batch, 1)
     with torch.no_grad(), evaluating(model):
         moved = one if forward is not None else move(one, *placement(model))
-        tokens = tokens_at(model, sites, moved, forward)  # the first pass is the slow one
+        tokens = tokens_at(model, sites, moved, forward)  # the first pass is slow, so it is not timed
         seconds = seconds_of(lambda: feed(model, one, forward)) / size_of(one)
         count = min(size_of(batch), int(TEST_SECONDS / seconds))
         if forward is None and count > 1:

@@ -1,4 +1,4 @@
-"""What a model takes: bytes of its weights on disk and in memory, and the peak of a forward pass."""
+"""The size of a model: bytes of its weights on disk and in memory, and the peak of a forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from corp.measure.cost import count_macs, count_params
 
 @dataclass(frozen=True)
 class Sizes:
-    """`weights` are in memory, `activations` the peak of a forward pass above them."""
+    """Sizes of a model: `weights` in memory, `activations` at the peak of a forward pass in addition."""
 
     params: int
     macs: int
@@ -36,13 +36,13 @@ class Sizes:
 
 
 def measure_sizes(model: nn.Module, sample: Any, call: Callable[[], object]) -> Sizes:
-    """MACs of one `sample` (a batch of 1), memory of `call`, a forward pass over as many as it likes."""
+    """MACs of one `sample` (a batch of 1), and memory of `call`, a forward pass over a batch of any size."""
     macs, peak = count_macs(model, sample), peak_bytes(call, next(model.parameters()).device)
     return Sizes(count_params(model), macs, disk_bytes(model), weight_bytes(model), peak)
 
 
 def disk_bytes(model: nn.Module) -> int:
-    """The size of model.safetensors as corp writes it, found without writing it: the tensors and their header."""
+    """The size of model.safetensors as corp writes it, tensors and header, computed without writing it."""
     state: dict[str, Tensor] = model.state_dict()
     _, header = tensor_header({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
     return sum(tensor.nbytes for tensor in state.values()) + len(header)
@@ -57,11 +57,11 @@ def weight_bytes(model: nn.Module) -> int:
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     """The most that torch's allocator held at once during `call`, above what it held before.
 
-    It counts tensors, intermediate ones included, and is the same in every run. What libraries (oneDNN, cuDNN) keep
-    outside that allocator and memory that the allocator holds in reserve are not in it; peak RSS would mix those with
-    the history of the process.
+    It counts tensors, including intermediate ones, and is reproducible. It does not include memory that libraries
+    (oneDNN, cuDNN) allocate themselves, or that the allocator holds in reserve; peak RSS would mix those with the
+    history of the process.
     """
-    call()  # the first call builds caches that stay
+    call()  # the first call builds persistent caches
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -93,7 +93,7 @@ def _allocations(seen: profile) -> list[tuple[float, int]]:
 
 
 def resident_bytes(device: torch.device, *, peak: bool = False) -> int:
-    """What this process holds now, or has held at the most; on a GPU what torch holds there. 0 if that is unknown."""
+    """The memory that this process holds now, or its peak; on a GPU, what torch holds there. 0 if unknown."""
     if device.type == "cuda":
         return int((torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated)(device))
     status = Path("/proc/self/status")
@@ -105,7 +105,7 @@ def resident_bytes(device: torch.device, *, peak: bool = False) -> int:
 
 @contextmanager
 def _native_silence() -> Iterator[None]:
-    """The profiler's C++ side announces its start and stop on stderr, past Python and past its own log level."""
+    """Silence the profiler's C++ code, which writes to stderr directly and ignores its own log level."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)

@@ -1,4 +1,4 @@
-"""95 % intervals, because samples are finite: everything here needs only sums that add."""
+"""95 % intervals, because samples are finite; everything here needs only additive sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Z = 1.96  # a normal variable is within this many standard deviations of its mea
 
 
 class Interval(NamedTuple):
-    """An estimate and where the true value lies with 95 % confidence; ends of None: too few samples to say."""
+    """An estimate and its 95 % confidence interval; the ends are None if there are too few samples."""
 
     value: float
     low: float | None
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 def wilson(hits: int, n: int) -> Interval:
-    """Wilson's score interval of a proportion: unlike p ± z·se, sound at 0 and at 1."""
+    """Wilson's score interval of a proportion, which unlike p ± z·se is valid at 0 and at 1."""
     p, shrink = hits / n, 1 + Z**2 / n
     centre = (p + Z**2 / (2 * n)) / shrink
     half = Z * sqrt(p * (1 - p) / n + (Z / (2 * n)) ** 2) / shrink
@@ -45,9 +45,9 @@ def wilson(hits: int, n: int) -> Interval:
 def paired_difference(gained: int, lost: int, n: int) -> Interval:
     """Difference of two proportions over the same n samples: `gained` right only for the first, `lost` for the second.
 
-    Most samples are right, or wrong, for both and say nothing about the difference, so this is narrower than the
-    two intervals taken apart. Agresti and Min (2005): half a sample is added to each cell of the 2 x 2 table; without
-    it, no disagreement in a small sample would come out as certainty.
+    Most samples are right, or wrong, for both and say nothing about the difference, so this is narrower than
+    separate intervals imply. Agresti and Min (2005) add half a sample to each cell of the 2 x 2 table; without
+    that, a small sample without disagreement would give an interval of width zero.
     """
     b, c, m = gained + 0.5, lost + 0.5, n + 2
     centre = (b - c) / m
@@ -60,8 +60,8 @@ def paired_difference(gained: int, lost: int, n: int) -> Interval:
 class Mean:
     """A streaming mean over samples, or over the tokens of sequences with an interval over the sequences.
 
-    Tokens of one text are alike and are no samples of their own. The ratio estimator R = sum x / sum n over sequences
-    with x_i in n_i tokens, and its linearised standard error; with n_i = 1 they are the plain mean and its own.
+    Tokens of one text are correlated, so they are not independent samples. It is the ratio estimator R = sum x / sum n
+    over sequences with x_i in n_i tokens, with its linearised standard error; with n_i = 1 this is the plain mean.
     """
 
     n: int = 0  # samples or sequences
@@ -72,7 +72,7 @@ class Mean:
     nn: float = 0.0
 
     def add(self, sums: Tensor, tokens: Tensor | None = None) -> None:
-        """Add values (B,), or sums (B,) over so many tokens (B,) each; sequences without any do not count."""
+        """Add values (B,), or sums (B,) over numbers of tokens (B,); sequences without tokens do not count."""
         x = sums.cpu().double()
         n = x.new_ones(len(x)) if tokens is None else tokens.cpu().double()
         self.n += int((n > 0).sum())

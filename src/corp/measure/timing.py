@@ -1,7 +1,7 @@
-"""How much faster one callable is than another, and how sure that is: interleaved rounds, ratios with an interval.
+"""How much faster one callable is than another, with an interval: interleaved rounds and their ratios.
 
-The clock of a shared machine drifts by more than pruning gains. Callables are therefore timed in turn, round after
-round, and compared within each round; what is reported is the median of those ratios and how well it is known.
+The speed of a shared machine varies by more than pruning gains. Callables are therefore timed in turn, round after
+round, and compared within each round; the result is the median of those ratios and its interval.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from corp.errors import RecipeError
 
 CONFIDENCE = 0.95
 MIN_ROUNDS = 6  # below six the two extremes enclose the median in fewer than 95 % of cases: 1 - 2 / 2^5 = 0.94
-WARM_UP = 3  # rounds that are thrown away: allocators, kernel choice and caches settle in them
+WARM_UP = 3  # discarded rounds, in which allocators, kernel choice and caches settle
 FAR_MORE, LITTLE = 1.5, 0.5  # launch-bound at batch 1: above this time ratio, below this share of the gain
 Rounds: TypeAlias = list[list[float]]  # seconds per call, by round
 
 
 class Ratio(NamedTuple):
-    """A speed-up over the baseline (2: twice as fast), with the interval that holds its median in 95 % of cases."""
+    """A speed-up over the baseline (2: twice as fast), with the interval that contains its median in 95 % of cases."""
 
     value: float
     low: float
@@ -59,7 +59,7 @@ class Times:
 
     @property
     def alone(self) -> float:
-        """Median seconds of a sample by itself."""
+        """Median seconds of a single sample."""
         return summarize(self.single).p50
 
     @property
@@ -102,7 +102,7 @@ def interleave(
 ) -> list[Rounds]:
     """Seconds of every call, [callable][round][repeat]; each round times all of them, each `repeats` times in a row.
 
-    Who goes first changes from round to round: whatever a callable leaves behind in caches meets all of them.
+    The order changes from round to round, so that what a callable leaves in caches affects all of them alike.
     """
     if rounds < MIN_ROUNDS:
         raise RecipeError(f"{rounds} rounds give no {CONFIDENCE:.0%} interval of a median; use {MIN_ROUNDS} or more")
@@ -118,7 +118,7 @@ def interleave(
 
 
 def complete(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """The call, over when its result is there and not when the device was asked for it."""
+    """The call, which returns only when the device has finished its work."""
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
 
     def complete_call() -> None:
@@ -147,7 +147,7 @@ def gain(baseline: Times, other: Times, *, ideal: float) -> Gain:
 
 
 def launch_bound(times: Times, gain: Gain) -> bool:
-    """At batch 1: a lone sample costs far more than one in a batch, and gained little of what its MACs promise."""
+    """Whether batch 1 is launch-bound: a single sample costs far more than one in a batch, and gained little."""
     reached = share_reached(gain.latency.value, gain.ideal)
     return times.alone > FAR_MORE * times.together and reached is not None and reached < LITTLE
 
@@ -162,8 +162,8 @@ def median_ratio(values: Sequence[float]) -> Ratio:
 def tail_rank(count: int) -> int:
     """How many of `count` sorted values to cut off at either end so that the rest holds the median in 95 % of cases.
 
-    A value is below the median with probability 1/2, so the number of those below is binomial, and what is left misses
-    the median when at most r are: the largest r with P(Bin(count, 1/2) <= r) <= (1 - CONFIDENCE) / 2; -1 if none.
+    A value is below the median with probability 1/2, so the number of those below is binomial, and the rest misses
+    the median if at most r are: the largest r with P(Bin(count, 1/2) <= r) <= (1 - CONFIDENCE) / 2; -1 if none.
     """
     allowed, misses, rank = (1 - CONFIDENCE) / 2 * 2**count, 1, -1
     while misses <= allowed:
@@ -173,9 +173,9 @@ def tail_rank(count: int) -> int:
 
 
 def share_reached(measured: float, ideal: float) -> float | None:
-    """What part of the ideal gain was reached: (measured - 1) / (ideal - 1); None where nothing was to be gained.
+    """The share of the ideal gain that was reached: (measured - 1) / (ideal - 1); None if there is no ideal gain.
 
-    Not measured / ideal: that calls a model that gained nothing out of an ideal 1.05 "95 % reached".
+    Not measured / ideal: that would report "95 % reached" for a model that gained nothing of an ideal 1.05.
     """
     return None if ideal < 1.01 else (measured - 1) / (ideal - 1)
 
@@ -193,7 +193,7 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.per
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's garbage collector strikes one of the callables, never all alike."""
+    """Turn off Python's garbage collector, which would slow down some of the callables and not others."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()

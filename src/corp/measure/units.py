@@ -1,4 +1,4 @@
-"""What one unit of a site's width costs: pruning is linear in it, so the cost of any widths follows from one pass."""
+"""The cost of one unit of a site's width: costs are linear in widths, so one pass gives the cost of any widths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Tokens that came out of a layer in one pass over a batch, and how many of them a sequence has."""
+    """The tokens that a layer returned in one pass over a batch, and the number per sequence."""
 
     tokens: int
     length: int
@@ -37,21 +37,21 @@ class _Seen:
 def unit_costs(
     model: nn.Module, sites: Iterable[Site], batch: Any | None, forward: Forward | None = None
 ) -> dict[str, Unit]:
-    """By site; multiply-accumulates are those of one pass over `batch`, 0 without one."""
+    """The unit cost of every site; multiply-accumulates are those of one pass over `batch`, 0 without one."""
     sites = list(sites)
     seen = _watch(model, sites, batch, forward)
     return {site.name: _unit(model, site, seen) for site in sites}
 
 
 def tokens_at(model: nn.Module, sites: Iterable[Site], batch: Any, forward: Forward | None = None) -> dict[str, int]:
-    """How many tokens pass every site in one pass over `batch`; of attention, how many queries."""
+    """The number of tokens at every site in one pass over `batch`; for attention, the number of queries."""
     sites = list(sites)
     seen = _watch(model, sites, batch, forward)
     return {site.name: seen[_read(site)].tokens for site in sites}
 
 
 def _read(site: Site) -> str:
-    """The name under which the site's tokens are noted."""
+    """The name under which the site's tokens are recorded."""
     if isinstance(site, MLPSite):
         return site.down
     return _values(site)[1] if isinstance(site, ValueSite) else _queries(site)[0]
@@ -88,17 +88,17 @@ def _unit(model: nn.Module, site: Site, seen: dict[str, _Seen]) -> Unit:
 
 
 def _queries(site: AttentionSite) -> tuple[str, str]:
-    """The names under which queries and keys are noted."""
+    """The names under which queries and keys are recorded."""
     return (f"{site.name} q", f"{site.name} k") if site.q.bare else (site.q.module, site.k.module)
 
 
 def _values(site: ValueSite) -> tuple[str, str]:
-    """Likewise for values, which share the keys' input, and for what the output projection takes."""
+    """Likewise for values, which share the keys' input, and for the input of the output projection."""
     return (f"{site.attention} k", f"{site.attention} q") if site.v.bare else (site.v.module, site.down)
 
 
 def _watch(model: nn.Module, sites: list[Site], batch: Any | None, forward: Forward | None) -> dict[str, _Seen]:
-    """What passes the layers of the sites; nn.MultiheadAttention, which calls none, by its inputs."""
+    """The tokens at the layers of the sites; for nn.MultiheadAttention, which calls none, those of its inputs."""
     seen: dict[str, _Seen] = defaultdict(lambda: _Seen(0, 0))
     if batch is None:
         return seen

@@ -1,9 +1,9 @@
 """Affine compensation of pruned MLP channels (paper: section 3.4, Algorithm 3, Propositions C.1.1 and C.1.2).
 
 The paper predicts the pruned channels, x_P ~ B x_S + c, and folds W_P B and W_P c into the layer y = W x + b. Only
-these products are used, so they are solved for: y_P = W_P x_P ~ V x_S + c with V = W_P B, o unknowns per kept channel
-instead of P. Without an intercept the same formulas hold with mean = 0 and the raw second moment in place of the
-covariance.
+these products are used, so they are solved for directly: y_P = W_P x_P ~ V x_S + c with V = W_P B, o unknowns per kept
+channel instead of P. Without an intercept the same formulas hold with mean = 0 and the raw second moment in place of
+the covariance.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Folded(NamedTuple):
 
 
 class Distortion(NamedTuple):
-    """Expected squared error of a site's output: what this compensation leaves, the optimum, without any."""
+    """Expected squared error of a site's output: with this compensation, with the best one, and without any."""
 
     J: float
     J_star: float
@@ -51,7 +51,7 @@ class Distortion(NamedTuple):
 
 
 def removal(W: Tensor, mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor) -> Removal:
-    """The moments that every fit and error below is made of; W (o, D), mean (D,), cov (D, D).
+    """The moments from which every fit and error below is computed; W (o, D), mean (D,), cov (D, D).
 
     `kept` (S,) and `pruned` (P,) partition range(D).
     """
@@ -71,8 +71,8 @@ def fit_affine(given: Removal, *, ridge: float) -> Affine:
 
         V = C^T (Sigma_SS + lambda I)^-1        c = E[y_P] - V mu_S
 
-    lambda = ridge * mean diagonal of the whole covariance, so neither the number of tokens nor the scale of the
-    activations moves it.
+    lambda = ridge * mean diagonal of the whole covariance, so the ridge depends neither on the number of tokens nor on
+    the scale of the activations.
     """
     return _centred(given, solve_ridge(given.Sigma_SS, given.C, ridge * given.scale).mT)
 
@@ -83,7 +83,7 @@ def best_affine(given: Removal) -> Affine:
 
 
 def mean_only(given: Removal) -> Affine:
-    """The predictor that knows only the mean: V = 0, c = E[y_P]."""
+    """The predictor that uses only the mean: V = 0, c = E[y_P]."""
     return _centred(given, torch.zeros_like(given.C).mT)
 
 
@@ -102,19 +102,19 @@ def fold(W: Tensor, b: Tensor, kept: Tensor, fit: Affine) -> Folded:
 
 
 def error(given: Removal, fit: Affine) -> float:
-    """E||y_P - V x_S - c||^2, exactly, for any predictor (Proposition C.1.1, with the third term set right).
+    """E||y_P - V x_S - c||^2, exactly, for any predictor (Proposition C.1.1, with the third term corrected).
 
     = tr W_P Sigma_PP W_P^T - 2 <V, C^T> + <V Sigma_SS, V> + ||E[y_P] - V mu_S - c||^2
     """
     variance = given.variance
-    if bool(fit.V.any()):  # without a prediction there are two products less
+    if bool(fit.V.any()):  # without a prediction, two products fewer
         variance += float((fit.V @ given.Sigma_SS * fit.V).sum() - 2 * (fit.V * given.C.mT).sum())
     bias = given.mean_lost - fit.V @ given.mean_kept - fit.c
     return max(0.0, variance + float(bias.square().sum()))
 
 
 def distortion(given: Removal, fit: Affine) -> Distortion:
-    """What `fit` costs, beside the best that any affine predictor could do and doing nothing.
+    """The error of `fit`, of the best affine predictor, and of no compensation.
 
     rho^2 is the share of the variance of y_P that is linear in x_S (Proposition C.1.2).
     """
@@ -124,5 +124,5 @@ def distortion(given: Removal, fit: Affine) -> Distortion:
 
 
 def output_energy(W: Tensor, mean: Tensor, cov: Tensor) -> float:
-    """E||W x||^2: the scale to which a distortion is compared."""
+    """E||W x||^2: the scale with which a distortion is compared."""
     return float((W @ cov * W).sum() + torch.linalg.vector_norm(W @ mean).square())

@@ -1,8 +1,8 @@
-"""Sharing a budget out over sites: who keeps how much, by what the next unit is worth there.
+"""Allocation of a budget over sites by marginal gain.
 
-Every site i has a curve c_i(w), the (weighted) error when it keeps w of its channels or dimensions, and a cost u_i(w),
-most often a price per unit kept. The widths that minimise sum_i c_i(w_i) within sum_i u_i(w_i) <= budget are, up to the
-last step, those at which no site would use a further unit of budget better than another: on the lower convex hull of
+Every site i has a curve c_i(w), the (weighted) error if it keeps w of its channels or dimensions, and a cost u_i(w),
+usually a price per unit kept. The widths that minimise sum_i c_i(w_i) within sum_i u_i(w_i) <= budget are, up to the
+last step, those at which another unit of budget gains the same at every site: on the lower convex hull of
 every curve, error over cost, take the steepest segments first.
 """
 
@@ -21,12 +21,12 @@ ROUNDING = 1e-9  # relative; sums of prices that differ by less are equal
 
 
 class Option(NamedTuple):
-    """One site to share with: its curve and what may be asked of it."""
+    """One site of the allocation: its curve and its constraints."""
 
     errors: Tensor  # (D + 1,): the error at width 0, 1 … D; inf where a width is impossible
-    price: float | Tensor  # of one unit of width; or (D + 1,), what width 0, 1 … D costs, never falling
+    price: float | Tensor  # of one unit of width; or (D + 1,), the cost of width 0, 1 … D, never falling
     floor: int = 1
-    ceiling: int | None = None  # D where not given
+    ceiling: int | None = None  # D by default
     multiple: int = 1
 
     def cost(self, width: int) -> float:
@@ -34,10 +34,10 @@ class Option(NamedTuple):
 
 
 def share(options: Sequence[Option], budget: float) -> list[int]:
-    """The width of every site. Widths are multiples of the site's `multiple`, or its ceiling, from the floor on.
+    """The width of every site: a multiple of the site's `multiple`, or its ceiling, and at least its floor.
 
-    What the steepest segments leave over goes to single steps that still fit, the best per price first. Ties go to the
-    earlier site.
+    What the steepest segments leave over is spent on single steps that still fit, the best per price first. Ties go to
+    the earlier site.
     """
     allowed = [allowed_widths(option, number) for number, option in enumerate(options)]
     widths = [choice[0] for choice in allowed]
@@ -53,7 +53,7 @@ def share(options: Sequence[Option], budget: float) -> list[int]:
     closed: set[int] = set()
     for _, i, _, high in sorted(segments):
         price = options[i].cost(high) - options[i].cost(widths[i])
-        # Of one site later segments rest on earlier ones: where one does not fit, the others do not either.
+        # Later segments of a site need its earlier ones: if one does not fit, the later ones are skipped too.
         if i in closed or price > left + ROUNDING * budget:
             closed.add(i)
             continue
@@ -82,30 +82,30 @@ def _fill(
 
 
 def allowed_widths(option: Option, number: int = 0) -> list[int]:
-    """Ascending; `number` names the site in errors."""
+    """The allowed widths, ascending; `number` identifies the site in errors."""
     width = len(option.errors) - 1
     ceiling = width if option.ceiling is None else option.ceiling
     priced = isinstance(option.price, Tensor) or option.price > 0
     if not (1 <= option.floor <= ceiling <= width and option.multiple >= 1 and priced):
         raise PlanError(
             f"site {number}: floor {option.floor}, ceiling {ceiling}, multiple {option.multiple} and price "
-            f"{option.cost(1):g} do not go with {width} channels; it takes 1 <= floor <= ceiling <= {width}"
+            f"{option.cost(1):g} do not fit {width} channels; they must satisfy 1 <= floor <= ceiling <= {width}"
         )
     first = -(-option.floor // option.multiple) * option.multiple
     choice = [*range(first, ceiling, option.multiple), ceiling]
     possible = [w for w in choice if bool(torch.isfinite(option.errors[w]))]
     if not possible:
-        raise PlanError(f"site {number}: its error is known at no width between {option.floor} and {ceiling}")
+        raise PlanError(f"site {number}: its error is unknown at all widths between {option.floor} and {ceiling}")
     return possible
 
 
 def lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of the points (x, y), x never falling, are on their lower convex hull; of equal x the last."""
+    """Which of the points (x, y), x never falling, are on their lower convex hull; for equal x, the last one."""
     hull: list[int] = []
     for number, (x, y) in enumerate(points):
         while len(hull) > 1:
             (x0, y0), (x1, y1) = points[hull[-2]], points[hull[-1]]
-            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):  # the middle one lies below the line from first to new
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):  # the middle one is below the line between the others
                 break
             hull.pop()
         hull.append(number)
@@ -113,6 +113,6 @@ def lower_hull(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _worth(option: Option, low: int, high: int) -> float:
-    """What the error falls by, per cost, from one width to a larger one; what costs nothing is worth most."""
+    """The reduction of the error per cost from one width to a larger one; infinite if that costs nothing."""
     gain, paid = float(option.errors[low] - option.errors[high]), option.cost(high) - option.cost(low)
     return gain / paid if paid > 0 else math.inf if gain > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Which MLP channels to remove, by exact cost: backward elimination with the compensation refitted at every step.
+"""Elimination of MLP channels by exact cost: one by one, with the compensation refitted at every step.
 
 With y = W x to be predicted from the kept x_S, the best map is What = W Sigma_:S Sigma_SS^-1. Removing one more channel
 j raises the squared error, after refitting, by exactly
@@ -11,8 +11,8 @@ v = K_:,j / sqrt(K_jj) and s = N_:,j / sqrt(K_jj) - N_jj v / (2 K_jj),
     K <- K - v v^T        N <- N - v s^T - s v^T.
 
 The downdates of a block of removals are kept as factors and applied together, as matrix products; in between only the
-diagonals, and the one row that a removal needs, are brought up to date. K and N are symmetric, so they are kept up to
-date from the diagonal on only, in panels of rows; and what is left moves to the front, so that products get smaller.
+diagonals, and the one row that a removal needs, are updated. K and N are symmetric, so only their upper triangles are
+updated, in panels of rows; and the remaining channels move to the front, so that products get smaller.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from corp.errors import SingularSystemError
 from corp.numerics.linalg import VANISHING, cholesky, dead, mean_diagonal
 
 BLOCK = 128  # removals per block: the factors stay in cache, the products are still wide
-PANEL = 512  # rows per panel of the upper triangle: narrower products run slower than they save
+PANEL = 512  # rows per panel of the upper triangle: narrower products cost more time than they save
 
 
 class Path(NamedTuple):
-    """Channels in the order in which they go, and the squared error once each of them is gone."""
+    """Channels in the order of their removal, and the squared error after each removal."""
 
     order: Tensor  # (D,)
     error: Tensor  # (D,)
-    ridge: float  # relative; larger than was asked for if the covariance is singular at that
+    ridge: float  # relative; larger than requested if the covariance is singular at that
 
     def keep(self, width: int) -> tuple[Tensor, Tensor]:
         """(kept, pruned) at this width, both ascending."""
@@ -42,15 +42,15 @@ class Path(NamedTuple):
         return self.order[gone:].sort().values, self.order[:gone].sort().values
 
     def by_width(self) -> Tensor:
-        """(D + 1,): the error when 0, 1 … D channels are left; inf where the path does not go."""
+        """The error (D + 1,) with 0, 1 … D channels left; inf where the path has ended."""
         return torch.cat([self.error.flip(0), self.error.new_zeros(1)])
 
 
 def elimination_path(W: Tensor, cov: Tensor, *, ridge: float = 0.0, least: int = 1) -> Path:
     """Remove channels one by one down to `least`, cheapest first; W (o, D), cov (D, D), in float64 if they are.
 
-    The ridge is relative, as in the fit. Channels without variance go first and cost nothing. What is never removed
-    comes last, in order of its cost when the path ended.
+    The ridge is relative, as in the fit. Channels without variance are removed first and cost nothing. Channels that
+    are never removed come last, in order of their cost at the end of the path.
     """
     without, left = dead(cov).nonzero()[:, 0], (~dead(cov)).nonzero()[:, 0]
     inverse, used = _inverse(cov[left[:, None], left], ridge, mean_diagonal(cov))
@@ -72,7 +72,7 @@ def elimination_path(W: Tensor, cov: Tensor, *, ridge: float = 0.0, least: int =
 
 
 def _block(KN: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Remove `steps` channels: their places, and what each cost. K and N (2, n, n) become those of the others."""
+    """Remove `steps` channels; returns their places and costs. K and N (2, n, n) become those of the others."""
     factors = KN.new_empty(steps, 2, KN.shape[-1])  # v and s of every removal
     V, S = factors.unbind(1)
     diagonals = KN.diagonal(dim1=1, dim2=2) * KN.new_tensor(
@@ -108,7 +108,7 @@ def _panels(n: int) -> list[tuple[slice, slice]]:
 
 
 def _read_row(A: Tensor, j: int, *, into: Tensor) -> None:
-    """Row j of symmetric matrices (2, n, n) that are up to date in their panels only."""
+    """Read row j of symmetric matrices (2, n, n), of which only the panels are up to date."""
     start = j // PANEL * PANEL
     into[:, start:] = A[:, j, start:]
     if start:
@@ -125,7 +125,7 @@ def _downdate(KN: Tensor, factors: Tensor) -> None:
 
 
 def _moves(n: int, gone: Tensor) -> tuple[Tensor, Tensor]:
-    """(from, to): of n places those behind the last that stays, and the gaps that they fill."""
+    """(from, to): the places of remaining channels behind the new end, and the gaps that they fill."""
     stays = torch.ones(n, dtype=torch.bool, device=gone.device)
     stays[gone] = False
     m = n - len(gone)
@@ -133,14 +133,14 @@ def _moves(n: int, gone: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _closed_up(x: Tensor, gone: Tensor) -> Tensor:
-    """x (n, ...) without the places that are gone; the last fill the gaps."""
+    """x (n, ...) without the removed places; the last entries fill the gaps."""
     source, target = _moves(len(x), gone)
     x[target] = x[source]
     return x[: len(x) - len(gone)]
 
 
 def _move_up(A: Tensor, gone: Tensor) -> None:
-    """Likewise for rows and columns of symmetric matrices (2, n, n), up to date in their panels only, in place."""
+    """Likewise, in place, for rows and columns of symmetric matrices (2, n, n) with only their panels up to date."""
     source, target = _moves(A.shape[-1], gone)
     own = torch.arange(A.shape[-1], device=A.device) >= (source // PANEL * PANEL)[:, None]
     rows = torch.where(own, A[:, source], A[:, :, source].mT)
@@ -150,9 +150,9 @@ def _move_up(A: Tensor, gone: Tensor) -> None:
 
 
 def _inverse(cov: Tensor, ridge: float, scale: float) -> tuple[Tensor, float]:
-    """(cov + lambda I)^-1 and lambda / scale, the smallest from `ridge` on at which that exists, up to rounding.
+    """(cov + lambda I)^-1 and lambda / scale, the smallest from `ridge` on at which the inverse exists, up to rounding.
 
-    The pivots of Cholesky's factor are conditional variances: below `least` their inverses drown all others.
+    The pivots of Cholesky's factor are conditional variances: below `least` their inverses dominate all others.
     """
     least = scale * torch.finfo(cov.dtype).eps ** 0.7
     for relative in (ridge, *(v for v in VANISHING if v > ridge)):

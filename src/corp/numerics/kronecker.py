@@ -18,15 +18,15 @@ from corp.errors import SingularSystemError
 from corp.numerics.linalg import VANISHING, packed_index, unpack
 
 ENTRIES_AT_ONCE = 256  # entries unpacked at a time: 16 MB each at d = 64
-GOOD = 1e-6  # of the error at the start: what is left may be no more where rounding keeps it from falling further
+GOOD = 1e-6  # of the initial error: the largest remaining error if rounding keeps it from falling further
 ITERATIONS = 2000  # more than any data needed; a system that needs more has no answer in floating point
 FLOOR = 1e-12  # relative; eigenvalues of the preconditioner below this are rounding
-ENOUGH = 4e-5  # a solution this near has 1 + 2e-9 times the least error; float32 can be that near
-SINGLE_ITERATIONS = 60  # in float32; more says that rounding is in the way
+ENOUGH = 4e-5  # a solution this close has 1 + 2e-9 times the least error; float32 can be that close
+SINGLE_ITERATIONS = 60  # in float32; if it needs more, rounding prevents convergence
 
 
 class Operator(Protocol):
-    """X (m, n) -> sum_b L_b X R_b, however the L_b and R_b are held."""
+    """X (m, n) -> sum_b L_b X R_b, for any storage of the L_b and R_b."""
 
     def apply(self, X: Tensor) -> Tensor:
         """sum_b L_b X R_b (m, n)."""
@@ -35,7 +35,7 @@ class Operator(Protocol):
         """C_L = sum_b tr(R_b) L_b (m, m) and C_R = sum_b tr(L_b) R_b (n, n)."""
 
     def single(self) -> Operator:
-        """The operator in float32, made to be applied many times."""
+        """The operator in float32, for many applications."""
 
 
 class Unpacked(NamedTuple):
@@ -130,10 +130,10 @@ def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None =
     """X (m, n) with sum_b L_b X R_b + lam X = rhs, by preconditioned conjugate gradients from 0.
 
     They end when the error in the norm of the operator, as the preconditioner estimates it, has fallen by `tolerance`
-    (by default what the dtype can hold: 1e-10 in float64). Directions in which nothing varies stay 0. Where float32 can
-    hold the tolerance it is used, and float64 only if that fails.
+    (by default what the dtype can reach: 1e-10 in float64). Directions in which nothing varies stay 0. If float32 can
+    reach the tolerance it is used first, and float64 only if that fails.
     """
-    size = float(rhs.abs().amax()) / (lam or 1.0)  # of the solution at the most: keeps float32 within its range
+    size = float(rhs.abs().amax()) / (lam or 1.0)  # a bound on the solution, to keep float32 within its range
     if tolerance is not None and tolerance >= ENOUGH and size > 0:
         found = _descend(operator.single(), (rhs / size).float(), lam, tolerance, SINGLE_ITERATIONS)
         if found is not None:
@@ -149,7 +149,7 @@ def solve(operator: Operator, rhs: Tensor, lam: float, tolerance: float | None =
 
 
 def _descend(operator: Operator, rhs: Tensor, lam: float, tolerance: float, iterations: int) -> Tensor | None:
-    """Conjugate gradients; None if so many were not enough, or the operator is not positive definite."""
+    """Conjugate gradients; None if `iterations` were not enough, or the operator is not positive definite."""
     inverse = _preconditioner([C.to(rhs) for C in operator.factors()], lam)
     X, residual = torch.zeros_like(rhs), rhs.clone()
     z = inverse(residual)
@@ -160,7 +160,7 @@ def _descend(operator: Operator, rhs: Tensor, lam: float, tolerance: float, iter
             return X
         image = operator.apply(direction).add_(direction, alpha=lam)
         curvature = float((direction * image).sum())
-        if curvature <= 0:  # the sums are not positive definite, or nothing varies along what is left
+        if curvature <= 0:  # the sums are not positive definite, or nothing varies in the remaining direction
             return None
         step = size / curvature
         X.add_(direction, alpha=step)
@@ -172,9 +172,9 @@ def _descend(operator: Operator, rhs: Tensor, lam: float, tolerance: float, iter
 
 
 def solve_vanishing(operator: Operator, rhs: Tensor, scale: float) -> Tensor:
-    """`solve` in the limit lambda -> 0+, for the optimum J*, to which an error of the solution adds its square only."""
+    """`solve` in the limit lambda -> 0+, for the optimum J*, in which an error of the solution is of second order."""
     eps = torch.finfo(rhs.dtype).eps
-    for relative in VANISHING[:-1]:  # the smallest at which rounding leaves a system that can be solved
+    for relative in VANISHING[:-1]:  # the smallest at which the rounded system can be solved
         found = _descend(operator, rhs, max(relative, eps) * scale, eps**0.4, ITERATIONS)
         if found is not None:
             return found

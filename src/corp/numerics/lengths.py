@@ -1,14 +1,14 @@
-"""The length that QK-norm divides a head by, predicted from the dimensions that are kept.
+"""The length that QK-norm divides a head by, predicted from the kept dimensions.
 
-The norm divides q (d,) by sqrt(s), s = mean(q^2) + eps, and s has a part in every dimension. Of the kept ones S
+The norm divides q (d,) by sqrt(s), s = mean(q^2) + eps, to which every dimension contributes. From the kept ones S
 
     s'  =  sum_S v_j q_j^2 / d  +  c,        v_j >= 1,  c >= eps,
 
-is fitted to it, so that the mean of (s' / s - 1)^2 is least: what counts is the relative error. With the features
+is fitted to s such that the mean of (s' / s - 1)^2, the relative error, is least. With the features
 f = (q_1^2 / (d s) … q_d^2 / (d s), 1 / s) and u = (1 … 1, eps), the dense norm is u.f = 1 for every token. A prediction
-w = (v, c), zero at pruned dimensions, is off by (w - u).f, so its error is a quadratic form in F, the second moments
-of f, and the fit a least-squares problem in blocks of it. The bounds keep s' from falling below what the kept
-dimensions alone have in s: no kept part of a head becomes longer than a whole dense head can be.
+w = (v, c), zero at pruned dimensions, has the error (w - u).f, whose mean square is a quadratic form in F, the second
+moments of f, and the fit is a least-squares problem in blocks of F. The bounds keep s' from falling below the
+contribution of the kept dimensions: no kept part of a head becomes longer than a whole dense head can be.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def length_features(x: Tensor, eps: float) -> Tensor:
 def fit_length(F: Tensor, kept: Tensor, eps: float, *, ridge: float) -> Length:
     """The best v >= 1 and c >= eps, with a ridge towards equal v; F (d + 1, d + 1) are sums over tokens.
 
-    What the solution would bring below its bound is set to it, and the others are solved for again.
+    Numbers that fall below their bound are set to it, and the others are solved for again.
     """
     d, m = len(F) - 1, len(kept)
     used = torch.cat([kept, kept.new_tensor([d])])
@@ -47,7 +47,7 @@ def fit_length(F: Tensor, kept: Tensor, eps: float, *, ridge: float) -> Length:
     h = F[used] @ _pruned_part(F, kept)
     scale = torch.ones_like(h)
     level = mean_diagonal(A[:m, :m])
-    scale[m] = (level / A[m, m]).sqrt() if level > 0 and A[m, m] > 0 else 1.0  # 1 / s has another unit
+    scale[m] = (level / A[m, m]).sqrt() if level > 0 and A[m, m] > 0 else 1.0  # 1 / s has a different unit
     A, h = A * scale * scale[:, None], h * scale
     A[:m, :m] += ridge * level * (torch.eye(m, dtype=A.dtype, device=A.device) - 1 / m)
     free, w = torch.ones_like(h, dtype=torch.bool), torch.zeros_like(h)
@@ -79,7 +79,7 @@ def relative_error(square: float) -> float:
 
 
 def _pruned_part(F: Tensor, kept: Tensor) -> Tensor:
-    """(d + 1,): 1 at pruned dimensions."""
+    """A vector (d + 1,) with 1 at pruned dimensions."""
     part = torch.ones_like(F[0])
     part[kept] = 0
     part[-1] = 0

@@ -12,10 +12,10 @@ from corp.numerics.place import Place
 
 # "lambda -> 0+" in floating point, relative: the first of these at which the system is positive definite. Sums of
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems,
-# most where a head is mapped by a basis that a handful of tokens decided. The last are for nothing but rounding errors.
+# most if a head is mapped by a basis from a handful of tokens. The last are for systems of pure rounding errors.
 VANISHING = (1e-10, 1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
-RAISED = 8  # powers of ten by which a ridge is raised at the most
-REFINEMENTS, LEFT = 3, 1e-6  # steps, and what may be left of the right-hand side
+RAISED = 8  # the most powers of ten by which a ridge is raised
+REFINEMENTS, LEFT = 3, 1e-6  # steps, and the largest residual relative to the right-hand side
 MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d = 64
 
 
@@ -25,13 +25,13 @@ def mean_diagonal(A: Tensor) -> float:
 
 
 def dead(A: Tensor) -> Tensor:
-    """(D,) bool: the dimensions of A (D, D), symmetric positive semidefinite, that have no variance up to rounding."""
+    """Which dimensions (D,) of A (D, D), symmetric positive semidefinite, have no variance up to rounding."""
     diagonal = A.diagonal()
     return diagonal.abs() <= torch.finfo(A.dtype).eps * diagonal.abs().amax() if len(A) else diagonal.bool()
 
 
 def damped(A: Tensor, lam: float) -> Tensor:
-    """A + lam I (D, D), with 1 on the diagonal where A has no variance: what is solved there is 0 / 1."""
+    """A + lam I (D, D), with 1 on the diagonal where A has no variance, so that the solution there is 0 / 1."""
     regular = A.clone()
     regular.diagonal().copy_(torch.where(dead(A), 1.0, A.diagonal() + lam))
     return regular
@@ -47,7 +47,7 @@ def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
     """X with (A + lam I) X = rhs, for A (D, D) symmetric positive semidefinite and rhs (D, K).
 
     A dimension without variance predicts nothing: its row of X is 0, whatever lam is. In float32 the solution is
-    refined, and must leave next to nothing.
+    refined, and its residual must be negligible.
     """
     regular = damped(A, lam)
     L = cholesky(regular)
@@ -62,7 +62,7 @@ def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
 
 
 def solve_raised(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
-    """solve_ridge at the least power of ten times lam at which rounding leaves a system that can be solved."""
+    """solve_ridge at lam, raised by powers of ten until the rounded system can be solved."""
     for power in range(RAISED):
         try:
             return solve_ridge(A, rhs, lam * 10**power)

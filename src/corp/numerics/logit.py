@@ -17,7 +17,7 @@ from corp.numerics import kronecker
 from corp.numerics.affine import Distortion
 from corp.numerics.kronecker import Operator
 
-PRECISE_BELOW = 1e-6  # a smaller ridge asks for a fit that loses nothing where nothing has to be lost
+PRECISE_BELOW = 1e-6  # a smaller ridge requests a fit that is exact where an exact fit exists
 
 
 class LogitSystem(NamedTuple):
@@ -37,7 +37,7 @@ def logit_system(G: Operator, h: Tensor, E: Tensor, pruned: Tensor) -> LogitSyst
 def fit_logit(system: LogitSystem, *, ridge: float, tolerance: float | None = None) -> Tensor:
     """M (S, S) with G(M) + lambda M = h, lambda = ridge * mean diagonal of G.
 
-    The tolerance holds from a ridge of PRECISE_BELOW on; with a smaller one the solution is as precise as its dtype.
+    The tolerance applies from a ridge of PRECISE_BELOW on; with a smaller one the solution is as precise as its dtype.
     """
     if ridge < PRECISE_BELOW:
         tolerance = None
@@ -55,7 +55,7 @@ def error(system: LogitSystem, M: Tensor) -> float:
 
 
 def distortion(system: LogitSystem, M: Tensor) -> Distortion:
-    """What M costs, beside the best M and none; rho^2 = 1 - J* / J_uncomp (Proposition C.2.2)."""
+    """The error with M, with the best M, and without compensation; rho^2 = 1 - J* / J_uncomp (Proposition C.2.2)."""
     J_star = error(system, best_logit(system))
     rho2 = min(1.0, max(0.0, 1 - J_star / system.T)) if system.T > 0 else 1.0
     return Distortion(J=error(system, M), J_star=J_star, J_uncomp=system.T, rho2=rho2)
@@ -69,14 +69,14 @@ def fold_factors(M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def query_factors(M: Tensor) -> tuple[Tensor, Tensor]:
-    """fold_factors with all of it on the queries: keys that several query heads share must stay as they are."""
+    """fold_factors with everything on the queries, because keys that several query heads share must not change."""
     identity = torch.eye(len(M), dtype=M.dtype, device=M.device)
     return identity + M, identity
 
 
 def head_map(kept: Tensor, width: int, factor: Tensor) -> Tensor:
-    """(S, d): factor^T (S, S) times the kept rows of a head's dense ones.
+    """The map (S, d) that selects the kept rows of a head and multiplies them by factor^T (S, S).
 
-    It applies to the weight and to the bias: the paper folds the weights only, but q = x W + b.
+    It applies to the weight and to the bias: the paper folds only the weights, but q = x W + b.
     """
     return factor.new_zeros(len(kept), width).index_copy_(1, kept.to(factor.device), factor.mT)

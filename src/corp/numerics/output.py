@@ -1,12 +1,12 @@
 """The output head of a language model as a product of two thin matrices, the best one in the metric of the data.
 
-Logits are z = W h + b with W (V, D). Softmax ignores what is equal for all words, so the rows of W are centred; then,
-with h of mean mu and covariance Sigma, the rank-r map that leaves the least E||(W - U P)(h - mu)||^2 is
+Logits are z = W h + b with W (V, D). Softmax ignores what is equal for all tokens, so the rows of W are centred; then,
+with h of mean mu and covariance Sigma, the rank-r map with the least E||(W - U P)(h - mu)||^2 is
 
     P = v^T Sigma^-1/2        U = W Sigma^1/2 v,
 
-v (D, r) the leading eigenvectors of Sigma^1/2 W^T W Sigma^1/2. What is lost is the sum of the eigenvalues left out, and
-the bias U P mu makes up for the mean.
+with v (D, r) the leading eigenvectors of Sigma^1/2 W^T W Sigma^1/2. The error is the sum of the other eigenvalues, and
+the bias U P mu corrects the mean.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from corp.numerics.affine import Folded
 from corp.numerics.linalg import mean_diagonal
 
-FLOOR = 1e-9  # relative; directions in which the hidden state varies less than this do not vary
+FLOOR = 1e-9  # relative; a smaller variance of the hidden state in a direction counts as zero
 
 
 class Spectrum(NamedTuple):
@@ -39,7 +39,7 @@ class LowRank(NamedTuple):
 
 
 def output_spectrum(W: Tensor, cov: Tensor) -> Spectrum:
-    """Every rank's answer at once; W (V, D), cov (D, D) in float64."""
+    """The solutions of all ranks at once; W (V, D), cov (D, D) in float64."""
     centred = W - W.mean(0)
     values, vectors = torch.linalg.eigh(cov)
     values = values.clamp(min=FLOOR * max(mean_diagonal(cov), torch.finfo(cov.dtype).tiny))
@@ -50,7 +50,7 @@ def output_spectrum(W: Tensor, cov: Tensor) -> Spectrum:
 
 
 def low_rank(linear: Folded, mean: Tensor, spectrum: Spectrum, rank: int) -> LowRank:
-    """The head of this rank; logits come out shifted by one number per token, which softmax ignores."""
+    """The head of this rank; its logits are shifted by one number per token, which softmax ignores."""
     W = linear.W - linear.W.mean(0)
     P, U = spectrum.to[:rank], W @ spectrum.back[:, :rank]
     return LowRank(P, U, linear.b + W @ mean - U @ (P @ mean))

@@ -1,4 +1,4 @@
-"""Where fits are computed, and in what precision: float64 where the device has it at speed, else float32, refined."""
+"""Where fits are computed, and in which precision: float64 if the device is fast at it, otherwise refined float32."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Place(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> Place:
-        """The place on this device; on the CPU if the device cannot solve, or holds no numbers at all."""
+        """The place on this device; on the CPU if the device cannot solve systems, or is the meta device."""
         place = cls(device, torch.float64 if _has_fast_float64(device) else torch.float32)
         return place if device.type != "meta" and place.solves() else cls(HOST, torch.float64)
 
     @classmethod
     def exactly(cls, device: torch.device) -> Place:
-        """The place for sums and checks in float64: the device itself, fast or not, if it has float64 at all."""
+        """The place for sums and checks in float64: the device itself, fast or not, if it has float64."""
         return cls(HOST if device.type in ("mps", "meta") else device, torch.float64)
 
     def solves(self) -> bool:
-        """Whether everything that fits need has been written for this device."""
+        """Whether torch implements everything that fits need on this device."""
         try:
             A = torch.eye(2, device=self.device, dtype=self.dtype)
             torch.cholesky_solve(A, torch.linalg.cholesky_ex(A).L)
@@ -50,6 +50,6 @@ def _has_fast_float64(device: torch.device) -> bool:
 
 
 def in_float64(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A layer's weight (o, D) and bias (o,), zeros if there is none, where they are if their device has float64."""
+    """A layer's weight (o, D) and bias (o,), or zeros, in float64, on their own device if it has float64."""
     W = weight.to(*Place.exactly(weight.device))
     return W, W.new_zeros(len(W)) if bias is None else bias.to(W)

@@ -37,7 +37,7 @@ def k_share(values: Tensor, share: float = 0.95) -> int:
     ordered = values.sort(descending=True).values.cumsum(0)  # (D,)
     if len(ordered) == 0 or not ordered[-1] > 0:
         return 0
-    enough = share * ordered[-1] * (1 - 1e-12)  # a share that is met exactly must not be missed by rounding
+    enough = share * ordered[-1] * (1 - 1e-12)  # rounding must not miss a share that is met exactly
     return int((ordered < enough).sum()) + 1
 
 

@@ -1,11 +1,11 @@
-"""Sequential fitting: what a linear layer should add to its output so that no gap is left behind it.
+"""Sequential fitting: what a linear layer adds to its output to close the gap to the dense model's stream.
 
-Behind the layer the pruned model's stream lags the dense one's by a gap g. The layer sees x, so the part of g that is
-linear in x can be added to its weights, W + R and b + c:
+After the layer the pruned model's stream differs from the dense one's by a gap g. The layer sees x, so the part of g
+that is linear in x can be added to its weights, W + R and b + c:
 
     R = C_gx (Sigma + lambda I)^-1        c = E[g] - R mu
 
-with C_gx the covariance of g and x. The ridge pulls to the weights that the layer has. Without an intercept the same
+with C_gx the covariance of g and x. The ridge pulls towards the layer's current weights. Without an intercept the same
 formulas hold with both means 0 and raw second moments in place of covariances.
 """
 
@@ -22,12 +22,12 @@ from corp.errors import SingularSystemError
 from corp.numerics.linalg import mean_diagonal, solve_ridge
 from corp.numerics.place import Place
 
-# Relative, as everywhere. The last hardly corrects; where even that does harm, nothing is corrected.
+# Relative, as everywhere. The last hardly corrects anything; if even that is harmful, nothing is corrected.
 RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 
 
 class GapMoments(NamedTuple):
-    """Moments of a layer's input x and of the gap g behind it."""
+    """Moments of a layer's input x and of the gap g after it."""
 
     mean: Tensor  # (D,)
     cov: Tensor  # (D, D)
@@ -42,7 +42,7 @@ class GapMoments(NamedTuple):
 
 
 def mixed(first: GapMoments, second: GapMoments, share: float) -> GapMoments:
-    """The moments of a mixture in which the first population has this share, the second the rest."""
+    """The moments of a mixture with this share of the first population and the rest of the second."""
     parts = ((first, share), (second, 1 - share))
     mean = share * first.mean + (1 - share) * second.mean
     gap = share * first.gap + (1 - share) * second.gap
@@ -64,7 +64,7 @@ class Correction(NamedTuple):
 
 
 def fit_gap(moments: GapMoments, ridge: float) -> Correction:
-    """The gap from the input; lambda = ridge * mean diagonal of the covariance."""
+    """Fit the gap to the input; lambda = ridge * mean diagonal of the covariance."""
     R = solve_ridge(moments.cov, moments.cross.mT, ridge * mean_diagonal(moments.cov)).mT
     return Correction(R, moments.gap - R @ moments.mean)
 
@@ -82,10 +82,10 @@ def gap_of(moments: GapMoments) -> float:
 
 
 def choose_ridge(seen: GapMoments, unseen: GapMoments, ridges: Sequence[float] = RIDGES) -> float | None:
-    """The ridge whose fit on one part of the data leaves least on the other; None if none leaves less than there is.
+    """The ridge whose fit on one part of the data leaves the smallest gap on the other; None if no fit reduces it.
 
-    What is left falls and then rises with the ridge, so the ridges are tried from the middle on, downhill. One at which
-    the system has no Cholesky factor is no candidate.
+    The remaining gap falls and then rises with the ridge, so ridges are tried from the middle on, downhill. A ridge at
+    which the system has no Cholesky factor is skipped.
     """
     left: dict[int, float] = {}
 

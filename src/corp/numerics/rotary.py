@@ -1,8 +1,8 @@
 """Logit compensation under rotary positions: one complex number per kept frequency.
 
-A rotation turns the pair (q_j, q_{j+p}) of every frequency j < p = d/2, as one complex number, by an angle that depends
-on the position. After it the logit is sum_j Re z_j with z_j = q_j conj(k_j). A map of the pairs survives only if it
-commutes with every rotation: multiplication by c_j. So of the dropped frequencies P the kept ones S can say
+A rotation rotates the pair (q_j, q_{j+p}) of every frequency j < p = d/2, as one complex number, by an angle that
+depends on the position. The logit is then sum_j Re z_j with z_j = q_j conj(k_j). A map of the pairs can be folded only
+if it commutes with every rotation: multiplication by c_j. So the kept frequencies S predict the dropped ones P by
 
     sum_P Re z_j  ~  sum_S (a_j x_j + b_j y_j),        x_j = Re z_j,  y_j = Im z_j,        c_j = 1 + a_j - i b_j,
 
@@ -20,11 +20,11 @@ from torch import Tensor
 from corp.numerics.affine import Distortion
 from corp.numerics.linalg import mean_diagonal, solve_ridge, solve_vanishing
 
-TINY = 1e-9  # relative ridge while eliminating: costs are those of the unregularised optimum
+TINY = 1e-9  # relative ridge of the elimination: costs are those of the unregularised optimum
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., n, d) with its pairs (j, j + d/2) turned by the angles whose cosines and sines are given, (..., n, d)."""
+    """x (..., n, d) with its pairs (j, j + d/2) rotated by the angles with these cosines and sines, (..., n, d)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -45,7 +45,7 @@ def _quarters(g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def pair_energy(A: Tensor) -> Tensor:
-    """E[x_j^2] summed over logits (p,): what a pair alone contributes, the paper's ranking of dimensions."""
+    """E[x_j^2] summed over logits (p,): the contribution of a pair alone, the paper's ranking of dimensions."""
     return A.diagonal()[: len(A) // 2]
 
 
@@ -82,7 +82,7 @@ def error(system: PairSystem, ab: Tensor) -> float:
 
 
 def distortion(system: PairSystem, ab: Tensor) -> Distortion:
-    """What (a, b) costs, beside the best and none; rho^2 = 1 - J* / J_uncomp."""
+    """The error with (a, b), with the best ones, and without compensation; rho^2 = 1 - J* / J_uncomp."""
     best = solve_vanishing(system.A, system.h[:, None], mean_diagonal(system.A))[:, 0]
     J_star = error(system, best)
     rho2 = min(1.0, max(0.0, 1 - J_star / system.T)) if system.T > 0 else 1.0
@@ -90,12 +90,12 @@ def distortion(system: PairSystem, ab: Tensor) -> Distortion:
 
 
 def eliminate(moments: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """(kept, pruned) pairs, ascending: pairs go one by one, each time the one whose loss costs least after refitting.
+    """(kept, pruned) pairs, ascending: pairs are removed one by one, always the one that costs least after refitting.
 
     moments (..., R, 2p, 2p): A of the R query heads that share keys; they lose the same pairs. All groups of heads
-    (...) are treated at once, and kept is (..., keep). With the total logit t = sum x_j regressed on the pairs left,
-    w = (A_SS)^-1 A_St, dropping pair j adds w_j^T [(A_SS)^-1_jj]^-1 w_j to the squared error (block inversion); what
-    is left of w and the inverse follows by a rank-two downdate.
+    (...) are processed at once, and kept is (..., keep). With the total logit t = sum x_j regressed on the remaining
+    pairs, w = (A_SS)^-1 A_St, dropping pair j adds w_j^T [(A_SS)^-1_jj]^-1 w_j to the squared error (block inversion);
+    w and the inverse of the remaining pairs follow by a rank-two downdate.
     """
     *groups, R, n, _ = moments.shape
     A, p = moments.reshape(-1, R, n, n), n // 2
@@ -116,7 +116,7 @@ def eliminate(moments: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 
 
 def _regression(A: Tensor) -> tuple[Tensor, Tensor]:
-    """A^-1 (G, R, 2p, 2p) and w (G, R, 2p) while all pairs are there; a head without logits has no part in the cost."""
+    """A^-1 (G, R, 2p, 2p) and w (G, R, 2p) with all pairs; a head without logits does not contribute to the cost."""
     p, scale = A.shape[-1] // 2, A.diagonal(dim1=-2, dim2=-1).mean(-1)  # (G, R)
     damped = A.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(torch.where(scale > 0, TINY * scale, 1.0)[..., None])
@@ -126,7 +126,7 @@ def _regression(A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair_costs(inverse: Tensor, w: Tensor) -> Tensor:
-    """(G, p): w_j^T [(A_SS)^-1_jj]^-1 w_j of every pair, summed over the heads of a group."""
+    """The cost (G, p) of every pair, w_j^T [(A_SS)^-1_jj]^-1 w_j, summed over the heads of a group."""
     p = w.shape[-1] // 2
     (xx, xy), (_, yy) = _quarters(inverse)
     a, b, c = (part.diagonal(dim1=-2, dim2=-1) for part in (xx, xy, yy))  # (G, R, p)
@@ -135,9 +135,9 @@ def _pair_costs(inverse: Tensor, w: Tensor) -> Tensor:
 
 
 def pair_map(kept: Tensor, width: int, ab: Tensor | None = None) -> Tensor:
-    """(2S, d): what maps a head's dense rows to those of the kept pairs, first halves then second, times c.
+    """The map (2S, d) from a head's dense rows to those of the kept pairs, first halves then second, times c.
 
-    c = 1 + a - i b, so that Re(c z) = (1 + a) x + b y; without (a, b) the rows are as they were, in float64.
+    c = 1 + a - i b, so that Re(c z) = (1 + a) x + b y; without (a, b) the rows are only selected, in float64.
     """
     ab = torch.zeros(2 * len(kept), dtype=torch.float64, device=kept.device) if ab is None else ab
     first, second = torch.eye(width, dtype=ab.dtype, device=ab.device)[torch.stack([kept, kept + width // 2])]

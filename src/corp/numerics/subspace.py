@@ -5,14 +5,14 @@ g_k = K^T K, the squared error is
 
     J(A, B) = sum_b ||Q Z K^T||^2 = <Z, sum_b g_q Z g_k>        Z = I - A^T B.
 
-Softmax ignores what is constant along a row of logits, so the keys should be centred
-within their sample; the formulas stay the same. If sum_b g_k (x) g_q were one product C_K (x) C_Q, the optimum would be
-the r leading singular vectors of C_Q^1/2 C_K^1/2. From there on exact steps alternate: given B the best A solves
+Softmax ignores constants along a row of logits, so the keys should be centred within their sample; the formulas stay
+the same. If sum_b g_k (x) g_q were one product C_K (x) C_Q, the optimum would be the r leading singular vectors of
+C_Q^1/2 C_K^1/2. From there, exact steps alternate: given B the best A solves
 
     sum_b (B g_k B^T) A g_q = B sum_b g_k g_q,
 
-linear in r d unknowns (see kronecker), and given A the best B likewise. Query heads that share their keys share B; each
-has its own A.
+linear in r d unknowns (see kronecker), and likewise for the best B given A. Query heads that share their keys share B;
+each has its own A.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from corp.numerics.affine import Distortion
 from corp.numerics.kronecker import Operator, Total, mean_diagonal, solve, solve_vanishing
 from corp.numerics.rank import top
 
-RAISED = 3  # ridges that a step tries, each a hundred times the last
-FLOOR = 1e-12  # relative; keys that vary less in some direction than this do not vary in it
+RAISED = 3  # ridges that a step tries, each a hundred times the one before
+FLOOR = 1e-12  # relative; a smaller variance of keys in a direction counts as zero
 
 
 class LogitSums(Protocol):
-    """What is known of one query head and its keys; calibration.head_grams has two."""
+    """The sums of one query head and its keys; calibration.head_grams has two implementations."""
 
     def energy(self) -> Tensor:
         """E (d, d) = sum_b g_q * g_k."""
 
     def normal(self, A: Tensor | None = None, B: Tensor | None = None) -> Operator:
-        """X -> sum_b (A g_q A^T) X (B g_k B^T); without a map that side stays as it is."""
+        """X -> sum_b (A g_q A^T) X (B g_k B^T); a map of None is the identity."""
 
     def single(self) -> LogitSums:
         """These sums in float32."""
@@ -53,7 +53,7 @@ class Subspace(NamedTuple):
 
 
 def nested(heads: Sequence[LogitSums]) -> Subspace:
-    """Maps (d, d) whose first r rows are the best subspace of every r, as far as C_K (x) C_Q says.
+    """Maps (d, d) whose first r rows are the best subspace for every r, if the sums were one product C_K (x) C_Q.
 
     With V the eigenvectors of C_K^1/2 C_Q C_K^1/2, C_Q summed over the heads: A = V^T C_K^1/2, B = V^T C_K^-1/2.
     """
@@ -74,11 +74,11 @@ def leading(whole: Subspace, keep: int) -> Subspace:
 def fit_subspace(
     heads: Sequence[LogitSums], keep: int, *, ridge: float, sweeps: int = 1, tolerance: float | None = None
 ) -> Subspace:
-    """`keep` dimensions for query heads that share their keys: the nested start, then steps that never raise J.
+    """`keep` dimensions for query heads that share their keys: the nested start, then steps that never increase J.
 
-    A sweep is a step of the keys and one of the queries. The ridge is relative, as in fit_logit, and pulls to where the
-    step began: a direction of which the data says nothing stays as it was. With a `tolerance` for the steps, only what
-    is left to gain is worked out in float64, and what gains it in float32.
+    A sweep is a step of the keys and one of the queries. The ridge is relative, as in fit_logit, and pulls towards the
+    start of the step: directions without data do not change. With a `tolerance` for the steps, only the residual is
+    computed in float64, and the step itself in float32.
     """
     A, B = (side[..., :keep, :] for side in nested(heads))
     rough = [head.single() for head in heads] if tolerance and ridge > 0 and sweeps else heads
@@ -106,7 +106,7 @@ def _left(A: Tensor, B: Tensor) -> Tensor:
 
 
 def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | None) -> Tensor:
-    """X with normal(X) = residual, by a ridge that pulls to 0; it is raised where only rounding errors vary."""
+    """X with normal(X) = residual, with a ridge towards 0, which is raised if only rounding errors vary."""
     scale = mean_diagonal(normal)
     if scale <= 0:
         return torch.zeros_like(residual)
@@ -121,7 +121,7 @@ def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | N
 
 
 def balanced(fit: Subspace) -> Subspace:
-    """Maps with the same products A^T B, and A and B of equal size: what lower precision treats best."""
+    """Maps with the same products A^T B, and A and B of equal size, which lower precision rounds least."""
     R, r, d = fit.A.shape
     Q, tall = torch.linalg.qr(fit.A.transpose(1, 2).reshape(R * d, r))  # A^T, stacked
     P, wide = torch.linalg.qr(fit.B.mT)
@@ -136,10 +136,10 @@ def error(head: LogitSums, A: Tensor, B: Tensor) -> float:
 
 
 def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
-    """What the maps of one query head cost, beside coordinates.
+    """The error of the maps of one query head, compared with coordinates.
 
-    J_uncomp is what as many of the head's own dimensions, the strongest, would leave without compensation. No better
-    maps are known than these, so J* is J.
+    J_uncomp is the error if as many of the head's own dimensions, the strongest, were kept without compensation. No
+    better maps than these are known, so J* is J.
     """
     J, J_uncomp = error(head, A, B), dropped(head, len(B))
     rho2 = min(1.0, max(0.0, 1 - J / J_uncomp)) if J_uncomp > 0 else 1.0
@@ -147,7 +147,7 @@ def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
 
 
 def dropped(head: LogitSums, keep: int) -> float:
-    """What is lost with all but the `keep` strongest of a head's own dimensions, uncompensated."""
+    """The error without compensation if only the `keep` strongest of a head's own dimensions are kept."""
     E = head.energy()
     pruned = top(E.diagonal(), keep)[1]
     return float(E[pruned[:, None], pruned].sum())

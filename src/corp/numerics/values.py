@@ -1,11 +1,11 @@
 """Which directions of every head's values to keep: a basis per head in which the leading ones carry the output.
 
-The output projection computes y = W z from z = (z_1 ... z_H), every head's averaged values, with covariance Sigma. What
-a head makes of its z_h does not depend on the basis: with any invertible T_h, T_h z_h and W_h T_h^-1 do the same. So
-the heads are turned first, and then dimensions are removed and predicted from the others as in an MLP.
+The output projection computes y = W z from z = (z_1 ... z_H), every head's averaged values, with covariance Sigma. The
+contribution of a head does not depend on its basis: for any invertible T_h, T_h z_h and W_h T_h^-1 give the same. So
+the heads are rotated first, and then dimensions are removed and predicted from the others as in an MLP.
 
-Of one head alone the best r directions are the leading ones of W_h Sigma_h^1/2. But heads share the projection, and the
-compensation uses them all: given what the others keep (S), the directions of head h that explain most of what is left
+For a single head the best r directions are the leading ones of W_h Sigma_h^1/2. But heads share the projection, and the
+compensation uses all of them: given what the others keep (S), the directions of head h that explain most of the rest
 are the leading ones of K C^-1/2, with
 
     C = Sigma_hh - Sigma_hS Sigma_SS^-1 Sigma_Sh        K = W Sigma_:h - W Sigma_:S Sigma_SS^-1 Sigma_Sh.
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from corp.numerics.linalg import mean_diagonal, solve_raised
 
-SWEEPS = 1  # more change nothing that could be measured
-LEAST_RIDGE = 1e-6  # directions that never vary must not be blown up; this only chooses, the fit has its own ridge
+SWEEPS = 1  # more make no measurable difference
+LEAST_RIDGE = 1e-6  # keeps directions without variance finite; only for the choice, the fit has its own ridge
 
 
 class Basis(NamedTuple):
@@ -42,9 +42,9 @@ class Turned(NamedTuple):
 
 
 def value_basis(W: Tensor, cov: Tensor, heads: int, groups: int, keep: int, *, ridge: float) -> Basis:
-    """The basis in which every head's first `keep` directions are to be kept; W (o, H d), cov (H d, H d), float64.
+    """The basis in which every head keeps its first `keep` directions; W (o, H d), cov (H d, H d), float64.
 
-    Query heads that share a value head (groups < heads) share its basis: what they lose is added up.
+    Query heads that share a value head (groups < heads) share its basis; their errors are added.
     """
     d, shared, ridge = len(cov) // heads, heads // groups, max(ridge, LEAST_RIDGE)
     own = cov.view(heads, d, heads, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (H, d, d): Sigma_hh
@@ -69,13 +69,13 @@ def turn(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Turn
 
 
 def kept_inputs(kept: list[Tensor], width: int, heads: int) -> Tensor:
-    """The places of every value head's kept dimensions among all inputs of the output projection."""
+    """The positions of every value head's kept dimensions among all inputs of the output projection."""
     shared = heads // len(kept)
     return torch.cat([h * width + kept[h // shared] for h in range(heads)])
 
 
 def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: float) -> Basis:
-    """Choose every head's directions anew, given what the others keep."""
+    """Choose every head's directions again, given what the others keep."""
     groups, d, _ = basis.to.shape
     shared = heads // groups
     to, back = (part.clone() for part in basis)
@@ -93,7 +93,7 @@ def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: f
         parts = [slice(i * d, (i + 1) * d) for i in range(shared)]
         pooled = torch.stack([C[part, part] for part in parts]).mean(0)
         gram = sum((K[:, part].mT @ K[:, part] for part in parts), K.new_zeros(d, d))
-        # A rotation, with the same leading subspaces: what is scaled once more at every step ends in rounding errors.
+        # A rotation with the same leading subspaces: repeated scaling would accumulate rounding errors.
         Q = torch.linalg.qr(_leading(pooled, gram, ridge).to.mT).Q
         to[g], back[g] = Q.mT @ to[g], back[g] @ Q
         for h in members:
@@ -105,9 +105,9 @@ def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: f
 
 
 def _leading(C: Tensor, gram: Tensor, ridge: float) -> Basis:
-    """Directions P maximising tr(P gram P^T (P C P^T)^-1), best first, with unit variance under C; (..., d, d) each.
+    """Directions P that maximise tr(P gram P^T (P C P^T)^-1), best first, with unit variance under C; (..., d, d) each.
 
-    If nothing varies, they are the identity's.
+    If nothing varies, they are those of the identity.
     """
     values, vectors = torch.linalg.eigh(C)
     values = values.clamp(min=0)

@@ -1,4 +1,4 @@
-"""Statistics to plan: the sums of a site and its width come in, a `SitePlan` with its predicted cost goes out.
+"""From statistics to a plan: takes the sums of a site and its width, returns a `SitePlan` with its predicted cost.
 
-It changes no model and reads no data; surgery and everything above may import it.
+It changes no model and reads no data; surgery and all packages above may import it.
 """

@@ -1,4 +1,4 @@
-"""From a site's sums and a choice of what to keep to the compensation: the step that plan and apply share."""
+"""The compensation of a site, from its sums and the kept channels: the step that plan and apply share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from corp.errors import SingularSystemError
 from corp.numerics import affine, logit, rotary
 from corp.numerics.kronecker import ENOUGH
 
-LARGEST_RIDGE = 1e3  # that a fit raises its own to: at that there is no compensation left
+LARGEST_RIDGE = 1e3  # the most that a fit raises its ridge to: nothing is compensated there
 
 
 def moments_for_fit(moments: Moments, intercept: bool) -> tuple[Tensor, Tensor]:
-    """Mean and covariance; without an intercept zero and the raw second moment, for which the same formulas hold."""
+    """Mean and covariance; without an intercept, zero and the raw second moment, for which the same formulas hold."""
     mean, cov = moments.mean, moments.cov()
     if intercept:
         return mean, cov
@@ -36,9 +36,9 @@ def fit_linear(given: affine.Removal, compensate: str, ridge: float) -> affine.A
 
 
 def fit_solvable(given: affine.Removal, compensate: str, ridge: float) -> tuple[affine.Affine, float]:
-    """The fit at this ridge, or at the least power of ten times it at which the system can be solved, and that ridge.
+    """The fit at this ridge, raised by powers of ten until the system can be solved, and the ridge that was used.
 
-    For values in a basis in which they have unit variance: it magnifies the rounding errors of their sums.
+    Values need this in a basis in which they have unit variance, which magnifies the rounding errors of their sums.
     """
     while True:
         try:
@@ -54,7 +54,7 @@ def head_system(grams: HeadGrams, kept: Tensor, pruned: Tensor) -> logit.LogitSy
 
 
 def fit_head(system: logit.LogitSystem, compensate: str, ridge: float) -> Tensor:
-    """M (S, S); logits have no bias, so "mean" is "none"."""
+    """M (S, S). Logits have no bias, so compensating the mean alone changes nothing."""
     if compensate == "full":
         return logit.fit_logit(system, ridge=ridge, tolerance=ENOUGH)
     return torch.zeros_like(system.h)

@@ -1,4 +1,4 @@
-"""Widths below which a site cannot go: those at which QK-norm's lengths are no longer predictable."""
+"""The smallest widths of sites under QK-norm: below them the lengths of heads can no longer be predicted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corp.sites import AttentionSite, Sites, at_site
 
 
 def with_floors(sites: Sites, stats: Statistics, recipe: Recipe) -> Sites:
-    """The sites, those under QK-norm that the recipe may narrow with the least width that is left to them."""
+    """The sites, with a smallest width for those under QK-norm that the recipe may narrow."""
     wanted = [site for site in sites.attention if _needs_floor(site, sites, recipe)]
     if not wanted:
         return sites
@@ -27,14 +27,14 @@ def with_floors(sites: Sites, stats: Statistics, recipe: Recipe) -> Sites:
 
 
 def _needs_floor(site: AttentionSite, sites: Sites, recipe: Recipe) -> bool:
-    """Whether it has a norm, no floor yet, and something to lose."""
+    """Whether the site has a norm, no floor yet, and dimensions to lose."""
     if site.norm is None or site.least or recipe.skips(site.name):
         return False
     return recipe.has_target or width_of(site, sites, recipe) < site.width
 
 
 def raised(sites: Sites, recipe: Recipe) -> list[str]:
-    """A sentence if attentions keep more than was asked for because of their floors; a target asks for no widths."""
+    """A sentence if floors make attentions keep more than requested; a target requests no widths."""
     if recipe.has_target:
         return []
     free = sites.replacing({site.name: replace(site, least=0) for site in sites.attention})

@@ -1,4 +1,4 @@
-"""Query and key dimensions, head by head: rotated ones in pairs, the others as they are or as a subspace."""
+"""Plans of query and key dimensions, head by head: rotated ones in pairs, the others one by one or as a subspace."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def sketch_attention(
     nested: Sequence[subspace.Subspace] | None,
     pairs: Tensor | None = None,
 ) -> SitePlan:
-    """Choose and fit without predictions, subspaces from their nested maps: for models that are tried, not kept."""
+    """Choose and fit for a trial model: without predictions, and with subspaces from their nested maps."""
     return _site_plan(site, keep, _parts(site, keep, sums, recipe, pairs=pairs, nested=nested), recipe, ())
 
 
 def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, recipe: Recipe) -> HeadMaps:
-    """The maps of a plan that came without them."""
+    """The maps of a plan that does not contain them."""
     chosen = site_plan.indices()
     return _head_maps(site, _parts(site, site_plan.keep, sums, recipe, chosen))
 
 
 def shared_pairs(sites: Sequence[AttentionSite], keep: int, stats: Statistics, recipe: Recipe) -> Tensor:
-    """The rotary pairs that cost least if all heads of these sites keep the same; every head's logits count alike."""
+    """The rotary pairs that cost least if all heads of these sites keep the same; all heads have equal weight."""
     weighted = recipe.rank == "exact"
     moments = torch.cat([_all_pairs(stats.pairs_of(site.name).total(), weighted) for site in sites])  # (R, d, d)
     energy = torch.tensor([rotary.logit_energy(A) for A in moments], dtype=moments.dtype, device=moments.device)
@@ -109,7 +109,7 @@ def _head_maps(site: AttentionSite, parts: Sequence[Part]) -> HeadMaps:
 
 
 def _joined(norms: Sequence[NormFold]) -> NormFold | None:
-    """Those of all groups as one; None where heads are not normalised."""
+    """The norms of all groups as one; None if heads are not normalised."""
     if not norms:
         return None
     return NormFold(*(tuple(chain.from_iterable(parts)) for parts in zip(*norms, strict=True)))
@@ -209,7 +209,7 @@ class _Dimensions(Part):
 
 
 class _Subspaces(Part):
-    """Dimensions that are not rotated, as the best subspace: its directions are numbered, and the first are kept."""
+    """Dimensions that are not rotated, as the best subspace, of which the leading directions are kept."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class _Subspaces(Part):
         return together(costs)
 
     def _judge(self, g: int) -> list[Shares]:
-        """Fitted without the held-out samples, in float32: the shares left on its own data and on theirs."""
+        """The unexplained shares on fitted and on held-out samples, of a float32 fit without the latter."""
         both = (self.sums.fit, self.sums.held)
         seen, unseen = ([part.head(h, centred=True).single() for h in self.heads(g)] for part in both)
         A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
@@ -266,14 +266,14 @@ class _Subspaces(Part):
 
 
 def nested_maps(site: AttentionSite, grams: Grams) -> list[subspace.Subspace]:
-    """The maps of every group of heads, without exact steps, whose leading rows serve every width."""
+    """The maps of every group of heads, without exact steps; their leading rows are the maps of every smaller width."""
     shared = site.heads // site.groups
     groups = [range(g * shared, (g + 1) * shared) for g in range(site.groups)]
     return [subspace.nested([grams.head(h, centred=True) for h in group]) for group in groups]
 
 
 def fit_group(grams: Grams, heads: range, keep: int, ridge: float, *, exact_steps: bool = True) -> subspace.Subspace:
-    """The subspace of query heads that share their keys, of which only what softmax notices is fitted."""
+    """The subspace of query heads that share their keys, fitted up to what softmax ignores."""
     return _fit_heads([grams.head(h, centred=True) for h in heads], keep, ridge, exact_steps)
 
 

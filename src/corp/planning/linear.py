@@ -19,7 +19,7 @@ from corp.sites import LinearSite, MLPSite, Projection, ValueSite
 
 
 class Layer(NamedTuple):
-    """The linear that consumes a site's channels, and the moments of its input, in the basis that is pruned in."""
+    """The linear layer that consumes a site's channels, and the moments of its input, in the basis of the pruning."""
 
     W: Tensor  # (o, D)
     mean: Tensor  # (D,)
@@ -27,7 +27,7 @@ class Layer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a site keeps: indices of every group, and the basis of values if it is not their own."""
+    """What a site keeps: the indices of every group, and the basis of values if they are rotated."""
 
     groups: list[Tensor]
     basis: values.Basis | None = None
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def layer_of(down: Projection, moments: Moments, intercept: bool) -> Layer:
-    """The layer and its input's moments, as they are."""
+    """The layer and its input's moments, in their own basis."""
     mean, cov = moments_for_fit(moments, intercept)
     return Layer(down.weight.to(cov), mean, cov)
 
@@ -90,7 +90,7 @@ def sketch_linear(
     recipe: Recipe,
     path: exact.Path | None = None,
 ) -> SitePlan:
-    """Choose and fit without predictions: for models that are tried, not kept."""
+    """Choose and fit without predictions, for a trial model."""
     intercept = uses_intercept(recipe, down.bias is not None)
     moments = sums.total()
     layer = layer_of(down, moments, intercept)
@@ -102,7 +102,7 @@ def sketch_linear(
 def fold_linear(
     site: LinearSite, site_plan: SitePlan, down: Projection, sums: SiteSums[Moments], recipe: Recipe
 ) -> LinearFold:
-    """The narrowed layer of a plan that came without its fold."""
+    """The narrowed layer of a plan that does not contain its fold."""
     moments = sums.total()
     layer = layer_of(down, moments, site_plan.intercept)
     choice = Choice(site_plan.indices(), ridge=site_plan.ridge)
@@ -145,7 +145,7 @@ def _choose_values(site: ValueSite, keep: int, layer: Layer, moments: Moments, r
     if recipe.vo_basis == SUBSPACE:
         basis = values.value_basis(layer.W, layer.cov, site.heads, site.groups, keep, ridge=recipe.ridge)
         return Choice([torch.arange(keep)] * site.groups, basis)
-    if recipe.rank == "exact":  # what is lost once a dimension is gone; places in the order would tie between heads
+    if recipe.rank == "exact":  # ranked by the loss: positions in the order would tie between heads
         path = exact.elimination_path(layer.W, layer.cov, ridge=recipe.ridge)
         scores = torch.empty_like(path.error).scatter_(0, path.order, path.error)
     else:
@@ -154,7 +154,7 @@ def _choose_values(site: ValueSite, keep: int, layer: Layer, moments: Moments, r
 
 
 def uses_intercept(recipe: Recipe, has_bias: bool) -> bool:
-    """Whether a fit has an intercept: "auto" needs a bias to hold it, and a mean correction is nothing else."""
+    """Whether a fit has an intercept: "auto" needs a bias to hold it, and a mean correction is an intercept alone."""
     if recipe.intercept == "auto":
         return has_bias or recipe.compensate == "mean"
     return bool(recipe.intercept)
@@ -201,7 +201,7 @@ def _judge(
     recipe: Recipe,
     layer: Callable[[Moments], Layer],
 ) -> tuple[float | None, float | None]:
-    """Fit without the held-out batches; the unexplained share on its own data and on theirs, if there are any."""
+    """The unexplained shares on fitted and on held-out batches, of a fit without the latter; None without any."""
     if recipe.compensate != "full" or not sums.fit.n or not sums.held.n:
         return None, None
     seen, held = (affine.removal(*layer(part), kept, pruned) for part in (sums.fit, sums.held))

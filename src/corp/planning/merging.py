@@ -1,4 +1,4 @@
-"""Which tokens of a vision transformer are merged: a small record that goes with a plan."""
+"""Which tokens of a vision transformer are merged: a small record that is part of a plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rotated heads under QK-norm: kept pairs with a predicted length, and the least width at which that is good enough.
+"""Rotated heads under QK-norm: kept pairs with a predicted length, and the least width that predicts it well enough.
 
-The norm divides by the length of the whole head, which has a part in pruned dimensions. A narrower norm predicts it
+The norm divides by the length of the whole head, pruned dimensions included. A narrower norm predicts that length
 from the kept ones (numerics.lengths). Corrections of pairs act on normalised heads, so they come after the norm.
 """
 
@@ -25,7 +25,7 @@ from corp.planning.site_plan import GroupCost, NormFold
 from corp.recipe import Recipe
 from corp.sites import AttentionSite
 
-LIMIT = 0.1  # relative error of a predicted length, in the root mean square over tokens, above which heads are refused
+LIMIT = 0.1  # largest allowed relative error of a predicted length, as the root mean square over tokens
 
 
 class GroupLengths(NamedTuple):
@@ -51,8 +51,8 @@ def square_errors(sums: PairSums, g: int, dims: Tensor, fits: GroupLengths, eps:
 def length_cost(sums: PairSums, h: int, squares: tuple[float, float], *, weighted: bool) -> float:
     """What wrong lengths of query head h and of its key head add to the squared error of the logits.
 
-    To first order, and as if the error of a length were independent of the logits it scales: a query's scales its
-    whole row, a key's one logit of every row, which under attention weights counts with its mean.
+    To first order, assuming that the error of a length is independent of the logits that it scales. A query's length
+    scales its whole row, a key's one logit of every row, which under attention weights counts with its mean.
     """
     of_query, of_key = squares
     A = (sums.weighted if weighted else sums.raw)[h]
@@ -61,7 +61,7 @@ def length_cost(sums: PairSums, h: int, squares: tuple[float, float], *, weighte
 
 
 class NormedPairs(Pairs):
-    """Pairs of heads that are normalised: rows are kept as they are, corrections are left to the norms."""
+    """Pairs of normalised heads: rows of the weights are only selected, and the norms apply the corrections."""
 
     def __init__(
         self, sums: SiteSums[PairSums], keep: int, recipe: Recipe, eps: float, given: Sequence[Tensor] | None = None
@@ -81,7 +81,7 @@ class NormedPairs(Pairs):
         return Maps([rows] * len(corrections), rows, NormFold(corrections, tuple(lengths.q), (lengths.k,)))
 
     def cost(self, g: int) -> GroupCost:
-        """The cost of pruned pairs, and of the lengths, which compensation has no part in."""
+        """The cost of pruned pairs and of predicted lengths; compensation does not reduce the latter."""
         of_queries, of_key = square_errors(self.whole, g, self.dims(g), self.lengths(g), self.eps)
         first, cost = g * len(of_queries), super().cost(g)
         added = sum(
@@ -92,7 +92,7 @@ class NormedPairs(Pairs):
         return replace(cost, J=J, J_star=J_star, J_uncomp=lost, length=self.worst(g))
 
     def worst(self, g: int) -> float:
-        """The largest relative error of a length in this group, on held-out data if there is some."""
+        """The largest relative error of a length in this group, on held-out data if there is any."""
         dims, fitted = self.dims(g), self.sums.fit
         if held_out(self.sums):
             fits, unseen = fit_lengths(fitted, g, dims, self.eps, self.recipe.ridge), self.sums.held
@@ -103,7 +103,7 @@ class NormedPairs(Pairs):
 
 
 def require_lengths(site: AttentionSite, costs: Sequence[GroupCost]) -> None:
-    """An error if pairs that were not chosen for this attention alone leave its lengths unpredictable."""
+    """Raise an error if pairs that are shared with other attentions do not predict this one's lengths."""
     worst = max(cost.length or 0.0 for cost in costs)
     if worst > LIMIT:
         raise PlanError(
@@ -116,10 +116,10 @@ def require_lengths(site: AttentionSite, costs: Sequence[GroupCost]) -> None:
 def least_width(site: AttentionSite, sums: SiteSums[PairSums], recipe: Recipe) -> int:
     """The fewest dimensions per head with which the lengths of all heads are predicted within LIMIT.
 
-    Found by bisection: the error falls as more is kept, but for noise.
+    Found by bisection, because apart from noise the error falls as more is kept.
     """
     assert site.norm is not None
-    low, high = 0, site.width // 2  # pairs: too few, enough
+    low, high = 0, site.width // 2  # numbers of pairs: too few, enough
     while high - low > 1:
         middle = (low + high) // 2
         part = NormedPairs(sums, middle, recipe, site.norm.eps)

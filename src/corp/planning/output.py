@@ -14,7 +14,7 @@ from corp.sites import OutputHead, Projection
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """The rank that the output head keeps, and the squared logit error per token that this is predicted to cost."""
+    """The rank that the output head keeps, and the predicted squared logit error per token."""
 
     name: str
     width: int  # the hidden width, which is the rank of the dense head

@@ -1,4 +1,4 @@
-"""Fits that rest on too little: they follow the sample, not the distribution."""
+"""A warning about fits with too little data, which follow the sample and not the distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by thi
 
 
 def warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
-    """A fit on too little follows the sample, not the distribution: say where, and how much more would do."""
+    """Warn of sites whose fit has too little data, and estimate how much more would be enough."""
     few = [site for site in sites if 0 < _tokens(site, stats) < 2 * _fitted_on(site)]
     if few:
         site = few[0]
@@ -32,7 +32,7 @@ def warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
 
 
 def _fitted_on(site: SitePlan) -> int:
-    """How many inputs the fit has: heads are fitted one by one, but their values together."""
+    """How many inputs the fit has: queries and keys are fitted per head, values of all heads together."""
     return site.keep * len(site.kept) if site.kind == "vo" else site.keep
 
 
@@ -41,7 +41,7 @@ def _and_others(sites: list[SitePlan]) -> str:
 
 
 def _tokens(site: SitePlan, stats: Statistics) -> int:
-    """Tokens that a full fit of this site rests on; 0 where there was no fit."""
+    """The number of tokens in a full fit of this site; 0 if there was no fit."""
     if all(cost.J_uncomp == cost.J for cost in site.costs):
         return 0
     if site.kind != "attn":

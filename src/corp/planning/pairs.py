@@ -1,4 +1,4 @@
-"""Rotated dimensions of query and key heads, in pairs: what every key head keeps and how query heads are corrected."""
+"""Plans of rotated query and key dimensions, in pairs: what every key head keeps, how query heads are corrected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from corp.recipe import Recipe
 
 
 class Pairs(Part):
-    """The rotated dimensions of all heads: `keep` pairs of every key head; every query head is corrected by itself."""
+    """The rotated dimensions of all heads: `keep` pairs of every key head, and a correction of every query head."""
 
     def __init__(
         self, sums: SiteSums[PairSums], keep: int, recipe: Recipe, given: Sequence[Tensor] | None = None
@@ -27,7 +27,7 @@ class Pairs(Part):
         self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
         self.whole = sums.total()
         self.weighted = recipe.rank == "exact"
-        self.choose, self.fits = cache(self._choose), cache(self._fits)  # of this plan: the maps and the cost ask
+        self.choose, self.fits = cache(self._choose), cache(self._fits)  # both the maps and the cost need them
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:
         if self.given is not None:
@@ -67,7 +67,7 @@ class Pairs(Part):
         )
 
     def _judge(self, g: int) -> list[Shares]:
-        """Every query head fitted without the held-out samples: what is left on its own data and on theirs."""
+        """The unexplained shares of every query head on fitted and on held-out samples, of a fit without the latter."""
         found: list[Shares] = []
         both = [part.group(g, weighted=self.weighted) for part in (self.sums.fit, self.sums.held)]
         for pair in zip(*both, strict=True):

@@ -1,4 +1,4 @@
-"""What parts of an attention's heads have in common: dimensions they keep, maps of their rows, and a cost."""
+"""The interface of parts of an attention's heads: the dimensions they keep, maps of their rows, and a cost."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
 from corp.planning.site_plan import GroupCost, NormFold
 
-Shares: TypeAlias = tuple[float | None, float | None]  # unexplained, of what was removed: on fitted and on unseen data
+Shares: TypeAlias = tuple[float | None, float | None]  # of what was removed, unexplained on fitted and on unseen data
 
 
 class Maps(NamedTuple):
-    """What turns rows of the R query heads that share a key head, and that head's own, into the kept ones."""
+    """The maps from rows of a key head, and of the R query heads that share it, to the kept rows."""
 
     q: list[Tensor]  # R of (e, d)
     k: Tensor  # (e, d)
-    norm: NormFold | None = None  # of heads that are normalised: what replaces their norms
+    norm: NormFold | None = None  # what replaces the norms of normalised heads
 
 
 class Part:
-    """Some dimensions of every key head; what it keeps, how its rows are mapped and what that costs."""
+    """Some dimensions of every key head: which are kept, how the rows are mapped, and what that costs."""
 
     @abstractmethod
     def kept(self, g: int) -> list[int]: ...
@@ -46,7 +46,7 @@ def share(part: float, whole: float) -> float | None:
 
 
 def together(costs: Sequence[GroupCost]) -> GroupCost:
-    """The cost of what is kept together; shares are weighted by what was lost."""
+    """The total cost of several groups; shares are weighted by what each lost."""
     if len(costs) == 1:
         return costs[0]
     J, J_star, lost, energy = (sum(getattr(c, name) for c in costs) for name in ("J", "J_star", "J_uncomp", "energy"))

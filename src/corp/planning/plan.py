@@ -1,4 +1,4 @@
-"""The plan of a model: those of its sites and how they were chosen. Small, readable JSON."""
+"""The plan of a model: the plans of its sites and how they were chosen, saved as small, readable JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PLAN_VERSION = 3
 class Plan(Tabular):
     """The recipe and, for every site that changes, what it keeps.
 
-    `why` records how widths were chosen under a target, what was tried and measured, and under "notes" every place
-    where the result is not quite what was asked for. Nothing follows from it.
+    `why` records how widths were chosen under a target, what was tried and measured, and under "notes" every
+    deviation from the request. It is only a record: nothing is computed from it.
     """
 
     recipe: Recipe
@@ -43,7 +43,7 @@ class Plan(Tabular):
         return list(self.why.get("notes", ()))
 
     def noting(self, *notes: str) -> Plan:
-        """The plan with these sentences on record."""
+        """The plan with these sentences added to its notes."""
         return replace(self, why={**self.why, "notes": [*self.notes, *notes]}) if notes else self
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One site's plan, whatever its kind: the three questions that everything above asks of planning."""
+"""Plan, sketch or fold one site of any kind: the three functions of planning that the packages above call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_site(
 
 
 def cost_of(site: Site, samples: int) -> float:
-    """About how long the site takes to plan, in any unit: an elimination and fits, or conjugate gradients per head."""
+    """The approximate relative time to plan the site: an elimination and fits, or conjugate gradients per head."""
     if not isinstance(site, AttentionSite):
         return float(site.inputs**3)
     return float(site.heads * (10 * samples * site.plain_width**3 + 30 * site.rotary_dims**3))
@@ -42,7 +42,7 @@ def cost_of(site: Site, samples: int) -> float:
 def pairs_of_all(
     sites: Iterable[Site], widths: Mapping[str, int], stats: Statistics, recipe: Recipe
 ) -> dict[str, Tensor]:
-    """The rotary pairs of every narrower attention under rotary="shared"; those of one shape keep the same."""
+    """The rotary pairs of every narrower attention under rotary="shared", the same for all of one shape."""
     if recipe.rotary != SHARED:
         return {}
     groups: dict[tuple[int, int], list[AttentionSite]] = {}
@@ -64,7 +64,7 @@ def sketch_site(
     nested: Sequence[Subspace] | None = None,
     pairs: Tensor | None = None,
 ) -> SitePlan:
-    """What the site keeps and its compensation, without predictions: for models that are made to be tried."""
+    """What the site keeps and its compensation, without predictions, for trial models."""
     if isinstance(site, AttentionSite):
         return sketch_attention(site, keep, HeadSums.of(site, stats), recipe, nested, pairs)
     return sketch_linear(site, keep, projection_at(model, site.down), stats.moments_of(site.name), recipe, path)

@@ -1,4 +1,4 @@
-"""What pruning did, as numbers: parameters and operations before and after, and every site's predicted cost."""
+"""The result of pruning in numbers: parameters and operations before and after, and every site's predicted cost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STAGES = ("stage", "estimated", "took")
 
 @dataclass(frozen=True)
 class Report:
-    """What pruning did: print it, or take `to_dict()`. `macs` is None if the input's shape is unknown."""
+    """What pruning did, in numbers: print it, or use `to_dict()`. `macs` is None if the input's shape is unknown."""
 
     plan: Plan
     params: tuple[int, int]
     macs: tuple[int, int] | None = None
-    run: Mapping[str, Any] | None = None  # seconds of every stage and bytes at the peak, estimated and measured
+    run: Mapping[str, Any] | None = None  # seconds of every stage and peak memory in bytes, estimated and measured
 
     def totals(self) -> list[tuple[str, ...]]:
         """Parameters and, if known, operations per sample, under TOTALS."""
@@ -32,7 +32,7 @@ class Report:
         return rows
 
     def stages(self) -> list[tuple[str, ...]]:
-        """How long every stage was estimated to take and took, under STAGES; nothing if no estimate was made."""
+        """The estimated and measured time of every stage, under STAGES; empty if no estimate was made."""
         if self.run is None:
             return []
         rows = [(one["stage"], *_times(one)) for one in self.run["stages"]]

@@ -1,4 +1,4 @@
-"""The plan of one site: what it keeps, what that is predicted to cost, and what planning hands to surgery."""
+"""The plan of one site: what it keeps, the predicted cost of that, and what planning passes to surgery."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class GroupCost:
     MLP and values: expected squared output error per token. Head: squared logit error summed over the calibration
     samples.
     `energy` is the same norm of the full output, so J / energy is a relative error. `fit` and `held` are the shares
-    of what was removed that a fit without the held-out data leaves unexplained on its own data and on that; None
-    where nothing was held out or fitted. `length` is the largest relative error of a head's length that a narrower
-    QK-norm predicts, in the root mean square over tokens, on held-out data if there is some; None without such a norm.
+    of what was removed that a fit without the held-out data leaves unexplained, on fitted and on held-out data; None
+    if nothing was held out or fitted. `length` is the largest relative error of a head's length that a narrower
+    QK-norm predicts, as the root mean square over tokens, on held-out data if there is any; None without such a norm.
     """
 
     J: float
@@ -47,7 +47,7 @@ class GroupCost:
 class LinearFold(NamedTuple):
     """The layer that consumes a site's channels or values, narrowed and compensated, in the dtype of the model.
 
-    `maps` (e, d) turn the rows of every value head into its new ones; an MLP has none.
+    `maps` (e, d) map the rows of every value head to its new ones; an MLP has none.
     """
 
     folded: Folded
@@ -57,7 +57,7 @@ class LinearFold(NamedTuple):
 class NormFold(NamedTuple):
     """What replaces the norms of queries and keys: predicted lengths, and the corrections of pairs that follow.
 
-    `ab` (e,) of every query head is that of numerics.rotary.
+    `ab` (e,) of every query head is defined in numerics.rotary.
     """
 
     ab: tuple[Tensor, ...]
@@ -66,7 +66,7 @@ class NormFold(NamedTuple):
 
 
 class HeadMaps(NamedTuple):
-    """What turns the rows of every query head, and of every key head, into its new ones, (e, d) each."""
+    """The maps from the rows of every query head, and of every key head, to its new ones, (e, d) each."""
 
     q: tuple[Tensor, ...]
     k: tuple[Tensor, ...]
@@ -80,8 +80,8 @@ Fold: TypeAlias = LinearFold | HeadMaps
 class SitePlan:
     """What one site keeps. An MLP has one group of channels, an attention one group of dimensions per head.
 
-    In the basis "subspace" every head is rotated first; the leading directions are kept, numbered from 0. The output
-    projection adds the heads up, so values have one cost for all of them. `fold` is what planning computed for
+    In the basis "subspace" every head is rotated first, and its leading directions, numbered from 0, are kept. The
+    output projection adds the heads up, so values have one cost for all of them. `fold` is what planning computed for
     surgery; it is not saved, and surgery computes it from the statistics if it is missing.
     """
 
@@ -133,7 +133,7 @@ class SitePlan:
 
     @property
     def length_error(self) -> float | None:
-        """The largest relative error of a length that QK-norm divides by; None where there is no such norm."""
+        """The largest relative error of a length that QK-norm divides by; None without such a norm."""
         return max((c.length for c in self.costs if c.length is not None), default=None)
 
     def indices(self) -> list[Tensor]:

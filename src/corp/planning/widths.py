@@ -1,4 +1,4 @@
-"""How wide every site stays: what a recipe's shares, multiples and equal heads come to."""
+"""The width that every site keeps, from a recipe's shares, multiples and equal heads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
 
 Entry = TypeVar("Entry", Site, Refusal)
 NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
-WHOLE = 7 / 8  # heads that would keep more are left whole under round_to="auto": narrower, they are slower
-EXPERTS = 8  # of a number that has two bytes or more
+WHOLE = 7 / 8  # heads that would keep more are not narrowed under round_to="auto": they would be slower
+EXPERTS = 8  # numbers of two bytes or more fill 16 bytes
 
 
 def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
-    """The width that the recipe leaves this site, per head where it has heads."""
+    """The width that the recipe leaves this site, per head if it has heads."""
     if isinstance(site, ValueSite) and recipe.equal_heads:
         return _as_wide_as_queries(site, sites, recipe)
     sparsity = 0.0 if recipe.skips(site.name) else recipe.sparsity(site.kind, site.name)
@@ -29,7 +29,7 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
 
 
 def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
-    """A sentence if all that was asked of some sites is lost in rounding that was not asked for."""
+    """A sentence if default rounding cancels all that was requested of some sites."""
     if recipe.has_target or recipe.round_to != AUTO:
         return []
     exact = replace(recipe, round_to=1)
@@ -44,7 +44,7 @@ def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
 
 
 def not_found(sites: Sites, recipe: Recipe) -> list[str]:
-    """A sentence for every kind that the recipe has a share for and the model no site of."""
+    """A sentence for every kind of site for which the recipe has a share but the model has no site."""
     kinds = {entry.kind for entry in (*sites, *sites.refused)}
     asked = {} if recipe.has_target else {kind: getattr(recipe, kind) for kind in NAMES}
     lost = [layer for layer in sites.layers if layer.reason.endswith("that was recognised")]
@@ -57,13 +57,13 @@ def not_found(sites: Sites, recipe: Recipe) -> list[str]:
 
 
 def multiple_of(site: Site, recipe: Recipe) -> int:
-    """What a site's width is a multiple of: grouped kernels, which run packed experts, want 16 bytes."""
+    """What a site's width is a multiple of; grouped kernels, which run packed experts, need 16 bytes."""
     asked = recipe.multiple(site.kind, site.width)
     return math.lcm(asked, EXPERTS) if isinstance(site, MLPSite) and site.experts else asked
 
 
 def narrowed(site: Site, sparsity: float, multiple: int = 1) -> int:
-    """Rotated dimensions come in whole pairs, and rotated and others lose the same share."""
+    """The width at this sparsity; rotated dimensions stay in whole pairs, and lose the same share as others."""
     if not isinstance(site, AttentionSite):
         return kept_width(site.width, sparsity, multiple)
     if site.least:
@@ -97,9 +97,9 @@ def require_recipe(recipe: object) -> None:
 
 
 def require_prunable(sites: Sites, recipe: Recipe) -> None:
-    """Refuse a request if nothing of what it asks for can be pruned; a target asks for no site by name.
+    """Refuse a request if none of the requested sites can be pruned; a target requests no site by name.
 
-    Where only some of it cannot, `left_whole` says so. Heads that have to be equal are all or none.
+    If only some of them cannot, `left_whole` reports those. Heads of equal widths are pruned all or not at all.
     """
     require_recipe(recipe)
     if not len(sites) and sites.output is None:
@@ -121,7 +121,7 @@ def require_prunable(sites: Sites, recipe: Recipe) -> None:
 
 
 def left_whole(sites: Sites, recipe: Recipe) -> list[str]:
-    """A sentence for every kind of which some sites are pruned as asked and others cannot be."""
+    """A sentence for every kind of site of which only some can be pruned as requested."""
     if recipe.has_target:
         return []
     notes = []
@@ -135,13 +135,13 @@ def left_whole(sites: Sites, recipe: Recipe) -> list[str]:
 
 
 def _requests(recipe: Recipe) -> list[tuple[str, str]]:
-    """What a recipe asks for: kinds of sites, each with the names (a glob) that it is asked of."""
+    """What a recipe requests: kinds of sites, each with the names (a glob) that it applies to."""
     overridden = [(kind, glob) for glob, changes in recipe.overrides.items() for kind in changes]
     return [*((kind, "*") for kind in NAMES), *overridden]
 
 
 def _asked(entries: Iterable[Entry], recipe: Recipe, request: tuple[str, str]) -> list[Entry]:
-    """Those of the sites or refusals that a request is about: of its kind and name, not skipped, with a share."""
+    """The sites or refusals that a request applies to: those of its kind and name, not skipped, with a share."""
     kind, glob = request
     found = [entry for entry in entries if entry.kind == kind and fnmatchcase(entry.name, glob)]
     return [entry for entry in found if not recipe.skips(entry.name) and recipe.sparsity(kind, entry.name) > 0]

@@ -1,4 +1,4 @@
-"""What is asked for: plain values come in, a checked and frozen `Recipe` goes out.
+"""The request: plain values become a validated and frozen `Recipe`.
 
 It imports errors and io only; every package after it may import it, by the names listed here.
 """

@@ -1,4 +1,4 @@
-"""Checks of a recipe's values: each returns the value in its one plain form, or says what is wrong with it."""
+"""Checks of a recipe's values: each returns the value in canonical form, or raises an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checked_target(name: str, value: object, what: str) -> float:
 
 
 def _of_percent(value: object) -> str:
-    """A hint for who gives 50 where 0.5 is meant."""
+    """A hint for users who give 50 instead of 0.5."""
     return f"; write {value / 100:g} for {value:g} %" if isinstance(value, int | float) and 2 <= value < 100 else ""
 
 
@@ -47,7 +47,7 @@ def require_auto_or_flag(name: str, value: object) -> None:
 
 
 def globs_of(value: object) -> tuple[str, ...]:
-    """The globs of `skip`, of which a single one may come as text."""
+    """The globs of `skip`; a single one may be a string."""
     globs = (value,) if isinstance(value, str) else value
     if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(g, str) and g for g in globs):
         raise RecipeError(f"skip={value!r} must be a glob or a list of globs over site names, such as 'blocks.0.*'")
@@ -82,7 +82,7 @@ def _share_or_range(name: str, value: object) -> Wanted:
 
 
 def tokens_of(value: object, *, has_target: bool, params: bool) -> str | tuple[int, ...] | None:
-    """Tokens to merge: None, "auto" under a target that is not one of `params`, or how many in every block."""
+    """Tokens to merge: None, "auto" under a target other than `params`, or the number in every block."""
     if value is None:
         return None
     if value == AUTO:

@@ -1,4 +1,4 @@
-"""The words that a recipe takes, the presets, and what widths can be chosen to meet."""
+"""The allowed values of a recipe's fields, the presets, and the targets that widths can be chosen to meet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 RANKINGS = ("exact", "combined", "activation", "magnitude", "active", "wanda", "variance", "fluctuation")
 COMPENSATIONS = ("full", "mean", "none")
 KINDS = ("mlp", "attn", "vo")  # the kinds of sites; each is a sparsity field of the recipe
-TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what a sweep prunes at once
+TOGETHER = {**{kind: (kind,) for kind in KINDS}, "both": ("mlp", "attn"), "all": KINDS}  # what a sweep prunes together
 RIDGE = 1e-3
 COORDINATES, SUBSPACE = "coordinates", "subspace"
 BASES = (SUBSPACE, COORDINATES)
@@ -16,7 +16,7 @@ ALLOCATIONS = (GAIN, UNIFORM)
 FREE, SHARED = "free", "shared"
 ROTARY = (FREE, SHARED)
 AUTO = "auto"
-# Settings of the paper, and of methods that people compare with. "best" is what the fields' own defaults are.
+# Settings of the paper, and of methods for comparison. "best" has the defaults of the fields.
 _PAPER: dict[str, Any] = {
     "rank": "combined",
     "attn_basis": COORDINATES,
@@ -39,5 +39,5 @@ TARGETS = {
     "target_params": "a share of the dense model's",
     "target_latency": "a share of the dense model's",
     "min_agreement": "a share of the dense model's answers",
-}  # what widths can be chosen to meet; one at most
+}  # targets that widths can be chosen to meet; at most one
 REMOVE, BUDGET, HOW = "What to remove", "Budget and search", "How"  # panels of `corp prune --help`

@@ -1,6 +1,6 @@
-"""What is asked for: one frozen dataclass of plain values, validated before any data is touched.
+"""The request: one frozen dataclass of plain values, validated before any data is read.
 
-A field's name, type, default, help and panel stand at the field and nowhere else: the command line is made from them.
+A field's name, type, default, help and panel are defined at the field only; the command line is made from them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REMOVED = {"mlp": "MLP channels", "attn": "query and key dimensions", "vo": "va
 
 
 def _option(default: Any, panel: str, text: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field with what the command line says of it."""
+    """A field with its text on the command line."""
     return field(default=default, metadata={"panel": panel, "help": text, "choices": choices})
 
 
@@ -48,8 +48,8 @@ def _option(default: Any, panel: str, text: str, choices: tuple[str, ...] = ()) 
 class Recipe(Tabular):
     """How much to remove, how to choose it, and how to compensate for it.
 
-    The defaults are the best that corp knows; `Recipe.paper(...)` is the paper's method to the letter, and
-    `Recipe.preset(name, ...)` one of the baselines in `corp.recipe.PRESETS`.
+    The defaults are the best that corp knows; `Recipe.paper(...)` follows the paper exactly, and
+    `Recipe.preset(name, ...)` is one of the baselines in `corp.recipe.PRESETS`.
     """
 
     mlp: float = _option(0.0, REMOVE, "Share of the MLP hidden channels to remove, 0 <= s < 1.")
@@ -190,7 +190,7 @@ class Recipe(Tabular):
 
     @property
     def refits(self) -> bool:
-        """Whether the pruned model is to be refitted, if model and data allow it."""
+        """Whether the pruned model is refitted if model and data allow it."""
         return self.sequential is not False and self.compensate == "full"
 
     @property
@@ -200,21 +200,21 @@ class Recipe(Tabular):
 
     @property
     def searches(self) -> bool:
-        """Whether models have to be tried on held-out data to choose the widths."""
+        """Whether choosing the widths needs trials on held-out data."""
         return self.min_agreement is not None or (self.has_target and (self.allocate == GAIN or self.splits_evenly))
 
     @property
     def splits_evenly(self) -> bool:
-        """Whether layers lose the same, and trials tell how much of it are heads: not under the paper's rankings."""
+        """Whether layers lose equal shares, which trials divide between MLPs and heads; not with the paper's ranks."""
         return self.allocate == UNIFORM and self.rank == "exact" and self.target_latency is None
 
     def sparsity(self, kind: str, name: str) -> float:
-        """The share that is to be removed at the site `name` of this kind."""
+        """The share to remove at the site `name` of this kind."""
         wanted: float = self.attn if kind == "vo" and self.equal_heads else getattr(self, kind)
         return nearest(wanted, self.limits(kind, name))
 
     def limits(self, kind: str, name: str) -> tuple[float, float]:
-        """The least and the most that the site may lose; they are equal where an override gives a number."""
+        """The smallest and the largest share that the site may lose; equal if an override gives a number."""
         found: Wanted = (0.0, 1.0)
         for glob, changes in self.overrides.items():
             if fnmatchcase(name, glob) and kind in changes:
@@ -222,7 +222,7 @@ class Recipe(Tabular):
         return found if isinstance(found, tuple) else (found, found)
 
     def with_shares(self, **shares: float) -> Recipe:
-        """The recipe with these shares instead of its target; a range becomes the number in it nearest to them."""
+        """The recipe with these shares instead of its target; a range becomes its nearest number to them."""
         overrides = {
             glob: {
                 kind: nearest(shares.get(kind, getattr(self, kind)), wanted) if isinstance(wanted, tuple) else wanted
@@ -234,7 +234,7 @@ class Recipe(Tabular):
         return replace(self, **changes, overrides=overrides)
 
     def goal(self) -> str:
-        """What is asked for, in a few words."""
+        """The request, in a few words."""
         if self.min_agreement is not None:
             return f"as far as {self.min_agreement:.1%} agreement with the dense model allows"
         for name, what in _UNITS.items():
@@ -247,7 +247,7 @@ class Recipe(Tabular):
         return any(fnmatchcase(name, glob) for glob in self.skip)
 
     def multiple(self, kind: str, width: int) -> int:
-        """Kept widths at sites of this kind, `width` wide in the dense model, are rounded up to a multiple of this."""
+        """The multiple to which kept widths are rounded up at sites of this kind, `width` wide in the dense model."""
         return multiple_for(self.round_to, kind, width)
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, str]]]:

@@ -1,4 +1,4 @@
-"""How many dimensions a sparsity keeps, and the multiples that they are rounded up to."""
+"""How many dimensions a sparsity keeps, and the multiples to which they are rounded up."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from corp.errors import RecipeError
 from corp.recipe.choices import AUTO
 
 ROUNDING_KEYS = {"mlp": "mlp", "attn": "head", "vo": "head"}  # kind of site -> its key in round_to
-FAST = {"mlp": 64, "head": 8}  # widths that kernels and quantisers take whole
+FAST = {"mlp": 64, "head": 8}  # widths that fill tiles of kernels and blocks of quantisers
 BLOCK, SUPERBLOCK = 32, 256  # weights of a row that llama.cpp quantises together: simple formats, K-quants
 NAMED_MULTIPLES = ("auto", "fast", "gguf")
-# What round_to="auto" rounds to, from which width on: coarser multiples cost more accuracy than they gain speed.
+# What round_to="auto" rounds to, by width: the speed of coarser multiples is not worth their loss of accuracy.
 EVEN = {"mlp": {512: 8}, "head": {64: 4, 128: 8}}
 
 
 def kept_width(width: int, sparsity: float, multiple: int = 1) -> int:
     """ceil((1 - s) d) in exact arithmetic (floats give 57 for 0.3 * 80 removed), rounded up to `multiple`.
 
-    With this rule all parameter counts of the paper's efficiency table come out exactly.
+    This rule reproduces all parameter counts of the paper's efficiency table exactly.
     """
     exact = max(1, math.ceil(round((1 - sparsity) * width, 9)))
     return min(width, -(-exact // multiple) * multiple)
 
 
 def multiple_for(round_to: int | str | Mapping[str, int], kind: str, width: int) -> int:
-    """What kept widths at sites of this kind, `width` wide in the dense model, are rounded up to a multiple of."""
+    """The multiple to which kept widths are rounded up at sites of this kind, `width` wide in the dense model."""
     if isinstance(round_to, int):
         return round_to
     if round_to == "gguf":
@@ -53,6 +53,6 @@ def check_rounding(value: object) -> None:
 
 
 def nearest(value: float, limits: tuple[float, float]) -> float:
-    """The number within the limits that is nearest to `value`."""
+    """The number within the limits nearest to `value`."""
     low, high = limits
     return min(max(value, low), high)

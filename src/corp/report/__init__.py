@@ -1,4 +1,4 @@
-"""Results for people: plans, scores and sweeps come in, tables, charts and pages go out.
+"""Presentation of results: turns plans, scores and sweeps into tables, charts and pages.
 
 Only storage and cli import it.
 """

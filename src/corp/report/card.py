@@ -1,4 +1,4 @@
-"""The model card that goes beside saved weights."""
+"""The model card of saved weights."""
 
 from __future__ import annotations
 

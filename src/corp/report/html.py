@@ -1,7 +1,7 @@
-"""One HTML page about pruned models: it opens from disk, needs no network, and trusts nothing it was given.
+"""One HTML page about pruned models: it opens from disk, needs no network, and does not trust its input.
 
-Names, globs and metadata may come from a stranger's folder: Jinja escapes every one of them in page.html. Should one
-slip through all the same, the page's policy runs no script but the template's own, by its hash.
+Names, globs and metadata may come from an untrusted folder: Jinja escapes all of them in page.html. Should one
+get through anyway, the page's policy allows no script except the template's own, by its hash.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BARS = ("compensated", "not compensated")
 ERRORS = [f"{KIND_NAMES[kind]} error{less}" for kind in KINDS for less in ("", ", not compensated")]
 RUNS = ("run", "model", "parameters", "of the dense", "MACs per sample", "of the dense", *ERRORS)
 WIDTHS = ("site", "kind", "heads", "width", "kept", "removed", "rho²", "error", "not compensated", "unseen data")
-HIDDEN = ("format", "version", "recipe", "earlier_plans", "command")  # of the manifest; shown elsewhere, or of no use
-Cell = str | tuple[float | None, str]  # text, or a number to sort by and how it is written
+HIDDEN = ("format", "version", "recipe", "earlier_plans", "command")  # of the manifest; shown elsewhere, or not useful
+Cell = str | tuple[float | None, str]  # text, or a number to sort by and its text
 
 
 class Table(NamedTuple):
-    """Columns of numbers are aligned right; the page's script makes the headers sort."""
+    """A table; columns of numbers are aligned right, and the page's script sorts by its headers."""
 
     caption: str
     columns: Sequence[str]
@@ -58,7 +58,7 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One pruned model: what its folder is called, what its manifest says, what was done."""
+    """One pruned model: the name of its folder, its manifest, its report."""
 
     name: str
     manifest: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Run:
         return f"{' and '.join(removed)} removed, with {self.report.plan.samples} unlabelled samples and no training."
 
     def tiles(self) -> list[tuple[str, str, str]]:
-        """(name, large text, small text) of the numbers to see at one glance."""
+        """(name, large text, small text) of the most important numbers."""
         tiles = []
         pairs = [pair for pair in (self.report.params, self.report.macs) if pair is not None]
         for pair, (name, before, after, _) in zip(pairs, self.report.totals(), strict=True):
@@ -119,7 +119,7 @@ class Run:
         return [*flat(known), *(("recipe " + key, value) for key, value in flat(plan.recipe.to_dict()))]
 
     def remake(self) -> list[tuple[str, str]]:
-        """How to make the model again; timm's models by name."""
+        """How to reproduce the model; timm's models by name."""
         identity = self._identity() if self._identity().get("architecture") else None
         return remake(self.name, self.manifest, identity, self.report.plan)
 
@@ -147,7 +147,7 @@ class Study:
 
 
 def page(runs: Sequence[Run], studies: Sequence[Study] = ()) -> str:
-    """The whole page, in ASCII, so that no reader and no locale can get its encoding wrong."""
+    """The whole page, in ASCII, so that its encoding is never misread."""
     template = PAGE.read_text(encoding="utf-8")
     script = template.split("<script>")[1].split("</script>")[0]
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -204,7 +204,7 @@ def _bars(
 
 
 def short_names(sites: Sequence[SitePlan]) -> tuple[list[str], str]:
-    """What tells the sites apart, and the pattern they share: blocks.0.mlp, blocks.1.mlp are 0, 1 of blocks.*.mlp."""
+    """The differing parts of the names and their pattern: blocks.0.mlp, blocks.1.mlp are 0, 1 of blocks.*.mlp."""
     names = [site.name.split(".") for site in sites]
     if len(names) < 2 or len({len(name) for name in names}) > 1:
         return [site.name for site in sites], "site names as in the model"

@@ -1,4 +1,4 @@
-"""The lines that make a pruned model again, from its recipe and the base model's name."""
+"""The lines that reproduce a pruned model, from its recipe and the base model's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from corp.recipe import PRESETS, Recipe
 def remake(
     name: str, manifest: Mapping[str, Any], identity: Mapping[str, Any] | None, plan: Plan
 ) -> list[tuple[str, str]]:
-    """("p", "code" or "note", text): the command if it is on record, otherwise the lines of Python."""
+    """("p", "code" or "note", text): the command if it is recorded, otherwise the lines of Python."""
     command, earlier = manifest.get("command"), manifest.get("earlier_plans")
     if isinstance(command, str) and command:
         return [("p", "The command that made it:"), ("code", command)]
@@ -25,7 +25,7 @@ def remake(
 
 
 def python_lines(name: str, identity: Mapping[str, Any] | None, plan: Plan) -> str:
-    """The three-line program; `identity` is how timm builds the dense model, None for one of the user's own."""
+    """The three-line program; `identity` is how timm builds the dense model, None for a user's own model."""
     preset = nearest_preset(plan.recipe)
     fields = [f"{key}={value!r}" for key, value in changed(plan.recipe, preset).items()]
     maker = {"best": "Recipe(", "paper": "Recipe.paper("}.get(preset, "Recipe.preset(")

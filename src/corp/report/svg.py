@@ -1,8 +1,8 @@
-"""Small charts as SVG elements: bars and lines. A pattern or a number tells things apart, too.
+"""Small charts as SVG elements: bars and lines. Nothing is distinguished by colour alone.
 
-An element carries the colours of print, so a drawing can be a file of its own; page.html overrides them by class for
+An element has its colours for print, so a drawing can be a separate file; page.html overrides them by class for
 light and dark screens. Drawings are narrow (420 units) because a phone shows them at that size; the page puts them
-side by side where there is room.
+side by side if there is room.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 WIDTH = 420
 LETTER = 6.9  # units per character of the 12-unit font, on average
 LONGEST = 22  # characters of a label; the full name is in its tooltip
-COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")  # Okabe-Ito: everybody tells them apart
+COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")  # Okabe-Ito, safe for colour blindness
 DASHES = ("", "7 4", "2 3", "10 3 2 3", "4 2")
 MARKERS = ((12, 0), (4, 45), (3, 90), (4, 0), (3, -90), (5, -90))  # polygons: corners, degrees of rotation
 
 
 class Entry(NamedTuple):
-    """One line of a bar chart: a short label, the whole name, and the numbers."""
+    """One row of a bar chart: a short label, the full name, and the numbers."""
 
     label: str
     name: str
@@ -48,7 +48,7 @@ def drawing(label: str, width: float, height: float) -> Element:
 
 
 def picture(title: str, *drawings: Element) -> Element:
-    """The drawings side by side under a title, as one drawing for a file of its own."""
+    """The drawings side by side under a title, as one drawing for a separate file."""
     boxes = [[float(number) for number in (one.get("viewBox") or "").split()[2:]] for one in drawings]
     across, down = sum(width + 20 for width, _ in boxes), 34 + max(height for _, height in boxes)
     whole = drawing(title, across, down)
@@ -68,7 +68,7 @@ def save(drawing: Element, path: Path) -> None:
 
 
 def bar_chart(label: str, entries: Sequence[Entry], names: Sequence[str], *, top: float | None = None) -> Element:
-    """Horizontal bars, one per value; `names` are those of the bars of an entry, `top` is the value of a full bar."""
+    """Horizontal bars, one per value; `names` are the names of an entry's bars, `top` is the value of a full bar."""
     whole = top or max((v for entry in entries for v in entry.values if math.isfinite(v)), default=1.0)
     left = _margin(entries)
     room = WIDTH - left - 12 - LETTER * max((len(t) for entry in entries for t in entry.texts), default=0)
@@ -99,7 +99,7 @@ def line_chart(
     shown: Callable[[float], str],
     x_shown: Callable[[float], str] = "{:.0%}".format,
 ) -> Element:
-    """Lines from 0 on; `axes` name x and y, `shown` and `x_shown` write a value of either."""
+    """Lines over axes that start at 0; `axes` name x and y, `shown` and `x_shown` format their values."""
     ys = [y for line in series for _, y in line.points] + [high for line in series for *_, high in line.band]
     y_ticks = ticks(max(ys, default=1.0))
     x_ticks = ticks(max((x for line in series for x, _ in line.points), default=1.0))
@@ -129,7 +129,7 @@ def line_chart(
 
 
 def _line(svg: Element, i: int, places: Sequence[tuple[float, float]], told: Sequence[str]) -> None:
-    """A line with a marker wherever there is something to tell."""
+    """A line with a marker at every point that has a tooltip."""
     style: Any = {"class_": f"line{i % 6}", "stroke": COLOURS[i % 6], "stroke_width": "2"}
     if places:
         _path(svg, places, **style, stroke_dasharray=DASHES[i % 5])
@@ -151,14 +151,14 @@ def ticks(high: float) -> list[float]:
 
 
 def share(value: float, whole: float) -> float:
-    """`value` as a part of `whole`, kept within the drawing whatever a file claims."""
+    """`value` as a share of `whole`, limited to the drawing whatever a file contains."""
     if not (math.isfinite(value) and math.isfinite(whole)) or whole <= 0:
         return 1.0 if value > 0 else 0.0
     return min(1.0, max(0.0, value / whole))
 
 
 def shorten(text: str, longest: int = LONGEST) -> str:
-    """The end tells sites apart, the beginning says where they are: cut in the middle."""
+    """The text, shortened in the middle: its beginning and its end identify a site."""
     return text if len(text) <= longest else f"{text[: longest // 3]}…{text[-(longest - longest // 3 - 1) :]}"
 
 

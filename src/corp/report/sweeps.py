@@ -1,4 +1,4 @@
-"""What the rows of a sweep show: lines and bars that name only what differs between them, and their pictures."""
+"""Charts of a sweep's rows: lines and bars whose labels name only what differs between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 class Metric(NamedTuple):
-    """How a column of a sweep is shown: over a chart, on its axis, and whether it is a share of one."""
+    """How a column of a sweep is shown: the chart's title, its axis, and whether it is a share of one."""
 
     title: str
     axis: str
@@ -49,13 +49,13 @@ def sparsity(row: Row) -> float | None:
 
 
 def kind(row: Row) -> str:
-    """What a row prunes, by the name that sweeps give to it."""
+    """What a row prunes, by its name in sweeps."""
     pruned = tuple(kind for kind in KINDS if row.get(kind))
     return next((name for name, kinds in TOGETHER.items() if kinds == pruned), "all" if pruned else "both")
 
 
 def settings(row: Row) -> dict[str, str]:
-    """What else tells rows apart, in words."""
+    """The other settings that identify a row, in words."""
     return {
         "kind": KIND_LABELS[kind(row)],
         "preset": f"preset {row.get('preset', '?')}",
@@ -67,7 +67,7 @@ def settings(row: Row) -> dict[str, str]:
 
 
 def lines(rows: Sequence[Row], metric: str, *, over: str = "sparsity") -> Lines:
-    """(x, y) of every row, one line per combination of all that is not `over`: the sparsity, or the samples."""
+    """(x, y) of every row, over sparsity or samples, with one line per combination of the other settings."""
     found: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for row in rows:
         share, y = sparsity(row), number(row.get(metric))
@@ -82,7 +82,7 @@ def lines(rows: Sequence[Row], metric: str, *, over: str = "sparsity") -> Lines:
 
 
 def varying(keys: Sequence[tuple[str, ...]]) -> list[str]:
-    """A label for each key, of those parts only in which keys differ."""
+    """A label for each key, with only the parts in which keys differ."""
     differs = [len(set(parts)) > 1 for parts in zip(*keys, strict=True)]
     return [", ".join(p for p, d in zip(key, differs, strict=True) if d) or ", ".join(key) for key in keys]
 
@@ -100,7 +100,7 @@ def ranking(rows: Sequence[Row], metric: str) -> tuple[dict[str, dict[str, float
 
 
 def draw(rows: Sequence[Row], dense: Row, folder: Path, title: str) -> list[str]:
-    """Write the pictures of what varies between these rows, as SVG; return the names of the files."""
+    """Write charts of what varies between these rows, as SVG; return the names of the files."""
     there = (name for name in METRICS if any(number(row.get(name)) is not None for row in rows))
     metric = next(there, None)
     if metric is None:

@@ -1,4 +1,4 @@
-"""How widths were chosen, in words: one line per decision that a plan has on record."""
+"""How widths were chosen, in words: one line per decision that a plan records."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _LINES = {
 
 
 def explained(why: Mapping[str, Any]) -> list[str]:
-    """One line per decision on record; none if the record came from elsewhere and says something else."""
+    """One line per recorded decision; empty if the record has another structure."""
     try:
         return [line(why[key]) for key, line in _LINES.items() if key in why]
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Where prunable things are in a model: names of modules come in; plain data and the weights it points at go out.
+"""Where the prunable parts of a model are: plain data that names modules, and access to their weights.
 
 It imports errors and io only; every package after it may import it, by the names listed here.
 """

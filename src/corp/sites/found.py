@@ -1,4 +1,4 @@
-"""What was found in a model: its sites, what was refused and why, and what becomes of every layer."""
+"""What was found in a model: its sites, what was refused and why, and the state of every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corp.sites.kinds import AttentionSite, MLPSite, OutputHead, Site, ValueSite
 
 @dataclass(frozen=True)
 class Refusal:
-    """A place that looks prunable but is not understood. It is not pruned, and a recipe that asks for it warns."""
+    """A place that looks prunable but is not supported. It is not pruned, and a recipe that requests it warns."""
 
     name: str
     kind: str
@@ -25,7 +25,7 @@ Finding: TypeAlias = Site | Refusal
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the model with what becomes of it: state "pruned", "refused" or "outside", and why not pruned."""
+    """A layer of the model with its state, "pruned", "refused" or "outside", and why it is not pruned."""
 
     name: str
     params: int
@@ -36,7 +36,7 @@ class Layer:
 class Sites(Tabular):
     """What was found in a model: iterate over it for the sites, `refused` holds the rest.
 
-    `layers` accounts for every layer of the model; `proven` are the names of sites that were tried out on it.
+    `layers` accounts for every layer of the model; `proven` are the names of sites that were verified on it.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Sites(Tabular):
         return self._by_name[name]
 
     def refusing(self, sites: Iterable[Site], reason: str) -> Sites:
-        """Without these sites, which are refused for this reason."""
+        """The sites without these, which are refused for this reason."""
         lost = {site.name: Refusal(site.name, site.kind, reason) for site in sites}
         kept = [site for site in self if site.name not in lost]
         refused = [*self.refused, *lost.values()]
         return Sites(kept, refused, self.adapter, self.output, self.layers, self.proven - set(lost))
 
     def replacing(self, sites: Mapping[str, Site]) -> Sites:
-        """With these sites in place of those of the same names."""
+        """The sites with these in place of those of the same names."""
         found = [sites.get(site.name, site) for site in self]
         return Sites(found, list(self.refused), self.adapter, self.output, self.layers, self.proven)
 
@@ -99,7 +99,7 @@ class Sites(Tabular):
         return [site for site in self if isinstance(site, ValueSite)]
 
     def coverage(self) -> dict[str, float]:
-        """The shares of the model's parameters in layers that are pruned, refused, and outside of both."""
+        """The shares of the model's parameters in layers that are pruned, refused, and outside."""
         total = sum(layer.params for layer in self.layers) or 1
         return {
             state: sum(layer.params for layer in self.layers if layer.state == state) / total
@@ -117,7 +117,7 @@ class Sites(Tabular):
         }
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-        """One row per site, those that cannot be pruned last."""
+        """One row per site; those that cannot be pruned come last."""
         rows: list[tuple[str, ...]] = []
         for site in self:
             heads = f"{count} heads x " if (count := heads_of(site)) else ""

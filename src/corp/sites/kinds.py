@@ -1,4 +1,4 @@
-"""Sites as plain data: rows of linear layers, masks and rotations, and what is prunable there, kind by kind."""
+"""Sites as plain data: rows of linear layers, masks and rotations, and the kinds of prunable sites."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from corp.errors import CorpError
 class Rows:
     """Output features `start:stop` of the linear layer called `module`.
 
-    `weight` and `bias` are its parameters' names: nn.MultiheadAttention keeps a linear map as bare parameters.
-    Where heads are packed one by one (q, k, v of the first head, then of the second …), the features come in `runs`,
-    each `period` after the one before. Rotary pairs are read as (j, j + pairs/2); where the layer has them as
-    neighbours (2j, 2j + 1), `pairs` says how many of the `head` dimensions of every head are; `index` reorders them.
+    `weight` and `bias` are its parameters' names, because nn.MultiheadAttention has a linear map as bare parameters.
+    If heads are packed one by one (q, k, v of the first head, then of the second …), the features come in `runs`,
+    each `period` after the one before. Rotary pairs are (j, j + pairs/2); if the layer has them as neighbours
+    (2j, 2j + 1), `pairs` is the number of such dimensions among the `head` of every head, and `index` reorders them.
     """
 
     module: str
@@ -32,7 +32,7 @@ class Rows:
 
     @property
     def bare(self) -> bool:
-        """Bare parameters of nn.MultiheadAttention, which is never called as a layer."""
+        """Whether they are bare parameters of nn.MultiheadAttention, which is never called as a layer."""
         return self.weight != "weight"
 
     @property
@@ -41,17 +41,17 @@ class Rows:
 
     @property
     def index(self) -> slice | list[int]:
-        """What picks them out of the layer's output features."""
+        """The index that selects them from the layer's output features."""
         return self.positions if self.period else slice(self.start, self.stop)
 
     @property
     def head_order(self) -> list[int] | None:
-        """How the dimensions of one head are reordered, if they are."""
+        """The order of the dimensions of one head, if they are reordered."""
         return _halves_first(self.head, self.head, self.pairs) if self.pairs else None
 
     @property
     def positions(self) -> list[int]:
-        """The features' places, one by one."""
+        """The positions of the features."""
         if not self.period:
             return list(range(self.start, self.stop))
         order = _halves_first(self.stop - self.start, self.head, self.pairs)
@@ -70,8 +70,8 @@ def _halves_first(width: int, head: int, pairs: int) -> list[int]:
 class Mask:
     """Which tokens are real: the `argument` of the forward call of `module`, (B, n); absent or None means all.
 
-    True or 1 marks a real token, or, where `marks_padding`, what is none (torch.nn's convention). Where that module is
-    given no such mask but one derived from it, the first module `around` it that is given one says.
+    True or 1 marks a real token or, with `marks_padding`, padding (torch.nn's convention). If that module gets only a
+    derived mask, the first module `around` it that gets such a mask is used.
     """
 
     module: str
@@ -85,7 +85,7 @@ class Rotary:
     """The first `dims` of every head's queries and keys are rotated, in pairs (j, j + dims/2), by their position.
 
     `argument` of the attention's own forward call holds (cos, sin), each (B, n, dims). None: rotated queries and keys
-    are read where they reach scaled_dot_product_attention.
+    are observed at scaled_dot_product_attention.
     """
 
     dims: int
@@ -94,11 +94,11 @@ class Rotary:
 
 @dataclass(frozen=True)
 class MLPSite:
-    """Hidden channels: made by the rows `up` (two sets of them in a gated MLP), consumed by the linear `down`.
+    """Hidden channels: made by the rows `up` (two sets in a gated MLP), consumed by the linear layer `down`.
 
-    `between` are modules on the way that have parameters for every channel and mix none (a depthwise convolution).
-    Its tokens come as (B, n, D), or (n, B, D) if not `batch_first`. An expert sees only the tokens that are routed to
-    it; `experts` is the module that holds it and its like, which all keep one width.
+    `between` are modules between them with parameters per channel that do not mix channels (a depthwise convolution).
+    Its tokens are (B, n, D), or (n, B, D) if not `batch_first`. An expert sees only the tokens that are routed to
+    it; `experts` is the module that contains it and the other experts, which all keep one width.
     """
 
     name: str
@@ -122,11 +122,11 @@ class MLPSite:
 
 @dataclass(frozen=True)
 class ValueSite:
-    """Values of all heads: made by the rows `v`, averaged by the attention, consumed by the linear `down`.
+    """Values of all heads: made by the rows `v`, averaged by the attention, consumed by the linear layer `down`.
 
     `attention` is the module that is replaced, by `build` as for its queries and keys. Groups of query heads may share
-    a value head (`kv_heads` of them); `down` takes every query head's own average of it. `padded`: the attention's
-    own code stays and computes at the dense width (corp.surgery.padded).
+    one of `kv_heads` value heads; `down` takes every query head's own average of it. `padded`: the attention keeps
+    its own code and computes at the dense width (corp.surgery.padded).
     """
 
     name: str
@@ -161,7 +161,7 @@ class ValueSite:
 class QKNorm:
     """The modules `q` and `k` divide each head x (d,) by its length: x (shift + weight) / sqrt(mean x^2 + eps).
 
-    They stand between the projections and the rotation. Their weights (d,) are shared by all heads.
+    They come between the projections and the rotation. Their weights (d,) are shared by all heads.
     """
 
     q: str
@@ -174,13 +174,13 @@ class QKNorm:
 class AttentionSite:
     """Queries and keys of all heads, head after head in `q` and `k`; `name` is the module that is replaced.
 
-    `build(dense_module, q, k, v)` makes the narrower attention module around new projections, those of the dense one
-    where they are None: one class of surgery/attention.py per calling convention.
-    `causal`: a query sees the keys up to its own position only; None where every call says so itself. Queries and
-    keys have masks of their own: in cross-attention they are tokens of different sequences. `window`: it sees so many
-    of them at the most. Groups of query heads may share a key head (`kv_heads` of them); they keep the same dimensions.
+    `build(dense_module, q, k, v)` makes the narrower attention module with new projections, or the dense ones for
+    None: one class of surgery/attention.py per calling convention.
+    `causal`: a query sees only keys up to its own position; None if each call decides. Queries and keys have separate
+    masks, because in cross-attention they are tokens of different sequences. `window` is the largest number of keys
+    that a query sees. Groups of query heads may share one of `kv_heads` key heads; they keep the same dimensions.
     `scale` is what logits are multiplied by before the softmax; rotary sites need it. `norm`: whole heads are
-    normalised before they are rotated. At least `least` dimensions per head are kept. Projections give (B, n, C), or
+    normalised before they are rotated. At least `least` dimensions per head are kept. Projections return (B, n, C), or
     (n, B, C) if not `batch_first`.
     """
 
@@ -219,23 +219,23 @@ class AttentionSite:
 
     @property
     def rotary_dims(self) -> int:
-        """Dimensions per head that are turned by their position."""
+        """Dimensions per head that are rotated by their position."""
         return self.rotary.dims if self.rotary else 0
 
     @property
     def plain_width(self) -> int:
-        """Dimensions per head that are not; they come after the others."""
+        """Dimensions per head that are not rotated; they come after the others."""
         return self.width - self.rotary_dims
 
     @property
     def plain_name(self) -> str:
-        """What the sums of those dimensions are called, beside the sums of the rotated ones."""
+        """The name of the sums of those dimensions, which are separate from the sums of the rotated ones."""
         return f"{self.name}.unrotated" if self.rotary else self.name
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The linear `name` that turns hidden states (`inputs`) into logits (`outputs`), possibly the tied embedding."""
+    """The linear layer `name` that maps hidden states (`inputs`) to logits (`outputs`), possibly the tied embedding."""
 
     name: str
     inputs: int
@@ -254,7 +254,7 @@ Site: TypeAlias = MLPSite | AttentionSite | ValueSite
 
 
 def module_of(site: Site) -> str:
-    """What is narrowed as a whole: an MLP, or an attention, of which there may be two sites."""
+    """The module that is narrowed as a whole: an MLP, or an attention, which may have two sites."""
     return site.name if isinstance(site, MLPSite) else site.attention
 
 
@@ -268,13 +268,13 @@ def layers_of(site: Site) -> list[str]:
 
 
 def heads_of(site: Site) -> int | None:
-    """How many heads keep dimensions of their own; None where there are none."""
+    """How many heads keep separate dimensions; None if there are no heads."""
     return None if isinstance(site, MLPSite) else site.groups
 
 
 @contextmanager
 def at_site(site: Site) -> Iterator[None]:
-    """The core states the fact, this border adds where: once, for every error that comes through."""
+    """Add the site's name to every error raised within this context, once; the core states only the fact."""
     try:
         yield
     except CorpError as error:

@@ -15,7 +15,7 @@ from corp.sites.kinds import AttentionSite, QKNorm, Rows
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of all parameters and their names: statistics and plans of other weights are refused by it."""
+    """A hash of all parameters and their names, by which statistics and plans of other weights are refused."""
     return fingerprint_of(model.named_parameters())
 
 
@@ -57,12 +57,12 @@ def site_devices(model: nn.Module, sites: Sites) -> dict[str, torch.device]:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer that keeps its weight as (in, out) and always has a bias."""
+    """Whether this is transformers' Conv1D: a linear layer with a weight (in, out) that always has a bias."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_pointwise(module: object) -> bool:
-    """A convolution of one position, which maps the channels of every position as a linear layer does."""
+    """Whether this is a convolution of one position, which maps the channels of every position like a linear layer."""
     if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return False
     conv: Any = module
@@ -71,13 +71,13 @@ def is_pointwise(module: object) -> bool:
 
 
 def features_last(module: nn.Module, x: Tensor) -> Tensor:
-    """A view of what a module takes or gives, with features last; convolutions have them after the samples."""
+    """A view of a module's input or output with features last; convolutions have them after the samples."""
     channels_first = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.modules.batchnorm._BatchNorm)
     return x.movedim(1, -1) if channels_first and x.dim() > 1 else x
 
 
 def projection_at(model: nn.Module, name: str) -> Projection:
-    """Weight (out, in) and bias of the linear layer called `name`: the one place that knows how they are kept."""
+    """Weight (out, in) and bias of the linear layer called `name`; only this function knows how they are stored."""
     return projection_of(model.get_submodule(name))
 
 
@@ -96,7 +96,7 @@ def rows_of(model: nn.Module, rows: Rows) -> Projection:
 
 
 def gains_of(model: nn.Module, norm: QKNorm) -> tuple[Tensor, Tensor]:
-    """What the norms of queries and of keys multiply every dimension of a head by, (d,) each, in float32 at least."""
+    """The gains (d,) of the norms of queries and of keys for every dimension of a head, in float32 at least."""
     modules: list[Any] = [model.get_submodule(name) for name in (norm.q, norm.k)]
     weights = [module.weight.detach() for module in modules]
     q, k = (w.to(torch.promote_types(w.dtype, torch.float32)) + norm.shift for w in weights)

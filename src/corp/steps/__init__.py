@@ -1,4 +1,4 @@
-"""The steps of the verbs: a dense model and the data of one run come in; statistics, a plan and a `Result` go out.
+"""The steps of corp's functions: a dense model and the data of a run give statistics, a plan and a `Result`.
 
-It puts the packages below it together, one step per file; only api and the packages above it import it.
+It combines the packages below it, one step per file; only api and the packages above it import it.
 """

@@ -35,7 +35,7 @@ def apply_plan(
 
 
 def _with_folds(dense: Dense, stats: Statistics, plan: Plan) -> Plan:
-    """The plan with the folds that a file does not hold, computed by all workers."""
+    """The plan with folds, which are not saved in files, computed by all workers."""
     match(dense.sites, plan)  # a plan for another model is refused first
 
     def work(site_plan: SitePlan) -> SitePlan:
@@ -50,7 +50,7 @@ def _with_folds(dense: Dense, stats: Statistics, plan: Plan) -> Plan:
 
 
 def packed(result: Result) -> Result:
-    """The result with experts packed as its library has them, as far as they are alike."""
+    """The result with experts packed as in its library, if they have the same shape."""
     if left := pack(result.model):
         warn(
             f"{left[0]}: its experts have different widths or new biases, so they cannot be packed and run one by one"

@@ -45,7 +45,7 @@ def run_calibration(
 
 
 def recorder_for(dense: Dense, run: Run, recipe: Recipe, blocks: list[Block]) -> Recorder | None:
-    """What records the refit's batches while calibration runs them; None if it cannot: they are run again then."""
+    """The recorder of the refit's batches during calibration; None if it cannot record, so they must run again."""
     available = count_samples(() if run.batches is None else run.batches)
     elsewhere = run.settings is not None and run.settings.offload is not None
     if not blocks or not available or elsewhere or workers.current().world > 1:

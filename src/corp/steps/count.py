@@ -26,9 +26,9 @@ def sample_of(model: nn.Module, batch: Any, forward: Forward | None) -> Sample:
 
 
 def countable(model: nn.Module, stats: Statistics | None, run: Run) -> Sample | None:
-    """What operations are counted on if not on zeros in the shape of a sample, which not every model takes.
+    """The sample to count operations on, for models that do not accept zeros in the shape of a sample.
 
-    That is one sample of the run, or a whole batch where inputs have to fit each other (image tokens and patches).
+    That is one sample of the run, or a whole batch if inputs must match each other (image tokens and patches).
     """
     inputs = run.inputs(model) if stats is None else stats.inputs
     made = [] if inputs is None else [one_sample(model, inputs)]
@@ -36,19 +36,19 @@ def countable(model: nn.Module, stats: Statistics | None, run: Run) -> Sample | 
         batch = first if run.forward is not None else move(first, *placement(model))
         made += [sample_of(model, first, run.forward), Sample(batch, run.forward)]
     for sample in made:
-        with suppress(Exception), torch.no_grad(), evaluating(model), uncompiled():  # of the model's own code
+        with suppress(Exception), torch.no_grad(), evaluating(model), uncompiled():  # errors of the model's own code
             feed(model, *sample)
             return sample
     return None
 
 
 def require_reachable(dense: Dense, recipe: Recipe, sample: Sample | None) -> Budget | None:
-    """Refuse a target that no widths can meet before the long work; returns the dense model's count for later.
+    """Refuse a target that no widths can meet, before the long work; returns the dense model's count for later.
 
     None if there is no target of that kind, or if the target cannot be judged before calibration.
     """
     what = next((what for what in ("params", "macs") if getattr(recipe, f"target_{what}") is not None), None)
-    if what is None or dense.sites.output is not None:  # an output head saves more, by a rank that is measured
+    if what is None or dense.sites.output is not None:  # an output head saves more, depending on its measured rank
         return None
     if what == "macs" and sample is None:
         return None
@@ -62,6 +62,6 @@ def before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) ->
     pair = (dense, smaller)
     costs: dict[str, Any] = {"params": tuple(map(count_params, pair)), "macs": None}
     if sample is not None and placement(dense)[0].type != "meta":
-        with evaluating(dense), evaluating(smaller), suppress(ModelError):  # of inputs that have to fit each other
+        with evaluating(dense), evaluating(smaller), suppress(ModelError):  # inputs that must match each other
             costs["macs"] = tuple(count_macs(model, *sample) for model in pair)
     return costs

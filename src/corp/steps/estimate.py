@@ -1,4 +1,4 @@
-"""How long a run will take and how much memory, stage by stage, and how long it took."""
+"""The time and memory that a run will need, stage by stage, and what it did need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from corp.surgery.refit.replay import Block
 
 
 def estimate_run(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | None, blocks: list[Block]) -> Estimate:
-    """The stages of a run, their time and memory; none if the number of samples is unknown."""
+    """The stages of a run with their time and memory; no stages if the number of samples is unknown."""
     model, sites, batches = dense.model, dense.sites, run.batches
     name = (run.origin or (stats.origin if stats else {})).get("model", type(model).__name__)
     what = f"pruning {name} ({count_params(model) / 1e6:.3f} M parameters, {placement(model)[0]}) {recipe.goal()}"
@@ -44,7 +44,7 @@ def estimate_run(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
 def _load(
     dense: Dense, run: Run, recipe: Recipe, samples: int, stats: Statistics | None, blocks: list[Block]
 ) -> tuple[Load, Machine]:
-    """What a run goes through, and how fast the machine is."""
+    """The work of a run, and the speed of the machine."""
     model, sites, batches = dense.model, dense.sites, run.batches
     machine, tokens = measure_machine(model, sites, run.first(), run.forward)
     settings = run.settings or Settings()
@@ -70,7 +70,7 @@ def _load(
 
 
 def outcome(watch: Clock, model: nn.Module) -> dict[str, Any] | None:
-    """How long the stages took, and the memory at the peak, beside what was estimated; None without an estimate."""
+    """Measured times of the stages and peak memory, with the estimates; None without an estimate."""
     if watch.estimated is None:
         return None
     known = {stage.name: stage.seconds for stage in watch.estimated.stages}

@@ -31,7 +31,7 @@ def choose_widths(
     run: Run,
     budget: Budget | None = None,
 ) -> tuple[Recipe, Allocation]:
-    """The widths, found on held-out batches where the recipe asks for it; then only what was fitted is used."""
+    """The widths, found on held-out batches if the recipe requires it, with the fitted part of the sums only."""
     tried = held.batches if held else []
     used = stats.fitted() if tried else stats
     allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample, budget=budget)
@@ -70,6 +70,6 @@ def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPla
 
 
 def warn_of_notes(plan: Plan) -> None:
-    """Warn of everything in the plan's notes, at the caller's own line."""
+    """Issue the plan's notes as a warning that points to the caller's line."""
     for note in plan.notes:
         warn(note)

@@ -17,12 +17,12 @@ from corp.planning.report import TOTALS, Report
 
 @dataclass(frozen=True, repr=False)
 class Result(Tabular):
-    """A smaller model, what was done to get it, and what that is predicted to cost."""
+    """A smaller model, how it was made, and its predicted errors."""
 
     model: nn.Module
     plan: Plan
     report: Report
-    origin: dict[str, Any] = field(default_factory=dict)  # of the calibration: model, data, preprocessing, versions
+    origin: dict[str, Any] = field(default_factory=dict)  # what calibration used: model, data, preprocessing, versions
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
         """Parameters and operations before and after."""
@@ -31,6 +31,6 @@ class Result(Tabular):
     def compare(self, dense: nn.Module, batches: Iterable[Any], *, forward: Forward | None = None) -> Comparison:
         """Run `dense`, the model that was pruned, and the pruned one over `batches`, and compare outputs and time.
 
-        The batches should be others than those of the calibration.
+        Use other batches than those of the calibration.
         """
         return compare(dense, self.model, list(batches), forward)

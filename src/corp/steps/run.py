@@ -1,4 +1,4 @@
-"""What one run holds: the dense model with its sites and weights, the data, and who watches."""
+"""The objects of one run: the dense model with its sites and weights, the data, and the observer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from corp.surgery.apply import history, set_history
 from corp.surgery.dispatch import require_present
 from corp.surgery.opened import opened
 
-TRIED_OUT, POSITIONS = 8, 1024  # sites are tried out on so many samples, fewer of long texts, but never on one alone
+TRIED_OUT, POSITIONS = 8, 1024  # samples on which sites are verified; fewer of long texts, but never one alone
 
 
 class Dense(NamedTuple):
@@ -43,7 +43,7 @@ class Dense(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, recipe: Recipe | None = None, run: Run | None = None) -> Dense:
-        """What is found in the model, tried out on the first batch of a run if there is one."""
+        """The model with its sites, verified on the first batch of a run if there is one."""
         if recipe is not None:
             require_recipe(recipe)
         require_module(model)
@@ -64,7 +64,7 @@ class Dense(NamedTuple):
         return self._replace(sites=self.sites.refusing(missing, "nothing of the calibration data reached it"))
 
     def placed(self, stats: Statistics, device: torch.device | str | None, observer: Observer) -> Statistics:
-        """The statistics where the work on each site is to happen: on `device`, or where the site's weights are."""
+        """The statistics, each site's on the device where it is processed: `device`, or that of the site's weights."""
         homes = site_devices(self.model, self.sites)
         places = {name: Place.on(home if device is None else torch.device(device)) for name, home in homes.items()}
         wanted = {str(home) for home in homes.values()} if device is None else {str(device)}
@@ -81,7 +81,7 @@ class Dense(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What stays the same through one run: the data, how it is fed and collected, and who watches."""
+    """What stays the same during a run: the data, how it is fed and collected, and the observer."""
 
     batches: Iterable[Any] | None
     forward: Forward | None
@@ -91,19 +91,19 @@ class Run(NamedTuple):
     device: torch.device | str | None = None  # of the fits
 
     def first(self) -> Any:
-        """The first batch; None if reading it would take it away from the others."""
+        """The first batch; None if reading it would consume it."""
         if self.batches is None or isinstance(self.batches, Iterator):
             return None
         return first_batch(self.batches)
 
     def inputs(self, model: nn.Module) -> Any:
-        """The shapes of one sample, as calibration will record them; None if it cannot."""
+        """The shapes of one sample, as calibration will record them; None if they cannot be recorded."""
         first = self.first() if self.forward is None else None
         return None if first is None else describe(move(first, *placement(model)))
 
 
 def _found(model: nn.Module, batch: Any, forward: Forward | None) -> Sites:
-    """The sites, tried out on a batch; a batch that the model does not run on is refused as such."""
+    """The sites, verified on a batch; a batch that the model does not run on is refused with an error that says so."""
     try:
         return find_sites(model, batch, forward)
     except Exception:
@@ -113,7 +113,7 @@ def _found(model: nn.Module, batch: Any, forward: Forward | None) -> Sites:
 
 
 def to_try(batch: Any) -> Any:
-    """The first samples of a batch: enough to try sites out on."""
+    """The first samples of a batch, enough to verify sites on."""
     inputs = inputs_of(batch)
     first = next(iter(inputs.values()), None) if isinstance(inputs, Mapping) else inputs
     positions = 1

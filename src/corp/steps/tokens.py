@@ -44,7 +44,7 @@ from corp.surgery.refit.recording import record_batches
 from corp.surgery.refit.repair import why_not
 from corp.surgery.stand_in import idle_copy
 
-ROUNDS = 4  # times that widths of a merged model are made smaller if they are over the budget
+ROUNDS = 4  # how often widths of a merged model are reduced if they exceed the budget
 
 
 def prune_tokens(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | None) -> Result:
@@ -85,16 +85,16 @@ def prune_tokens(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
 
 
 class _Tokens(NamedTuple):
-    """Where tokens of a model can be merged, what that saves, and batches that schedules are tried on."""
+    """Where tokens of a model can be merged, what that saves, and the batches on which schedules are tried."""
 
     free: Merging
     operations: Operations
     held: list[Any]
-    apart: bool  # are they left out of the fitted part of the sums?
+    apart: bool  # whether the batches are left out of the fitted part of the sums
 
 
 class _Merged(NamedTuple):
-    """A model whose blocks merge tokens, the plan of its widths, the merging to put in, and its record."""
+    """A model whose blocks merge tokens, the plan of its widths, the merging to apply, and its record."""
 
     model: nn.Module
     plan: Plan
@@ -103,7 +103,7 @@ class _Merged(NamedTuple):
 
 
 def _merge_given(dense: Dense, run: Run, recipe: Recipe, tokens: _Tokens) -> _Merged:
-    """The schedule as given, and widths that meet the rest of the budget or are given too."""
+    """The given schedule, with widths that meet the rest of the budget or are given too."""
     assert isinstance(recipe.tokens, tuple)
     merging, target = given_merging(tokens.free, recipe.tokens), recipe.target_macs
     merged = _whole(dense, merging)
@@ -115,7 +115,7 @@ def _merge_given(dense: Dense, run: Run, recipe: Recipe, tokens: _Tokens) -> _Me
         asked = replace(recipe, tokens=None, sequential=False, sequential_samples=None)
         for _ in range(ROUNDS):
             pruned = prune_widths(merged, run, asked if target is None else replace(asked, target_macs=share), stats)
-            # The last block will compute only what is read, so it weighs less than it did while widths were chosen.
+            # The last block will compute only the tokens that are read, so it costs less than while widths were chosen.
             over = 1.0 if target is None else tokens.operations.share(pruned.model, merging) / target
             if over <= 1:
                 break
@@ -124,7 +124,7 @@ def _merge_given(dense: Dense, run: Run, recipe: Recipe, tokens: _Tokens) -> _Me
 
 
 def _merge_within(dense: Dense, run: Run, recipe: Recipe, tokens: _Tokens) -> _Merged | None:
-    """Tokens and widths as a target asks for; None if merging them is no faster than leaving them."""
+    """Tokens and widths that meet a target; None if merging tokens is no faster than not merging them."""
     model, (free, operations, held, _) = dense.model, tokens
     if recipe.target_latency is not None:
         return _merge_in_time(dense, run, recipe, tokens)
@@ -165,7 +165,7 @@ def _merge_in_time(dense: Dense, run: Run, recipe: Recipe, tokens: _Tokens) -> _
 
 
 def _whole(dense: Dense, merging: Merging) -> Dense:
-    """The merged model with its last block whole, so that widths see all tokens; sites and weights are the same."""
+    """The merged model with a complete last block, so that sums are over all tokens; sites and weights are the same."""
     return dense._replace(model=merged_copy(dense.model, replace(merging, read=None)))
 
 

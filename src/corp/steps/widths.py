@@ -1,4 +1,4 @@
-"""The whole prune of widths, in order."""
+"""The complete pruning of widths, step by step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models to folders and back: a `Result` comes in, a folder of safetensors and JSON goes out, whole or not at all.
+"""Saving and loading: writes a `Result` as a folder of safetensors and JSON, completely or not at all, and reads it.
 
-Its parts are exports to other programs, and pruning from folder to folder (`streamed`).
+It also contains exports to other programs, and pruning from folder to folder (`streamed`).
 Only testing and cli import it.
 """

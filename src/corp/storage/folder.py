@@ -47,13 +47,13 @@ def save(
 ) -> None:
     """Write the pruned model into the folder `path`: weights, plan, recipe, base model, report and a model card.
 
-    The folder appears whole or not at all. A model that cannot be rebuilt from its name (a class of the
-    user's own, unusual arguments) is saved too; loading it then takes the dense model: load(path, base=...).
-    `command` is put on record as what made it. Tokenizer or preprocessing files are put beside a transformers model,
-    from the first place that has any: `companions` (folders or hub ids), then where the dense model was.
+    The folder is written completely or not at all. A model that cannot be rebuilt from its name (a class of the
+    user's own, unusual arguments) is saved too; loading it then needs the dense model: load(path, base=...).
+    `command` is recorded as the command that made it. A transformers model gets tokenizer or preprocessing files from
+    the first place that has any: `companions` (folders or hub ids), then where the dense model was.
 
-    That is the profile "compact", which corp.load reads. The others need no corp: they are written by the model's own
-    library, read back with it and compared. "standard" says narrower MLPs in the config, and pads pruned queries
+    This is the profile "compact", which corp.load reads. The others do not need corp: they are written by the model's
+    own library, read back with it and compared. "standard" states narrower MLPs in the config, and pads pruned queries
     and keys with zeros; "compat" pads everything to the dense shapes.
     """
     if not isinstance(result, Result):
@@ -75,7 +75,7 @@ def save(
 
 
 def compact_manifest(result: Result, path: str | Path, command: str | None) -> dict[str, Any]:
-    """What the folder of a result says of itself; warns where that does not suffice to load it."""
+    """The manifest of a result's folder; warns if it does not suffice to load the model."""
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -96,7 +96,7 @@ def compact_manifest(result: Result, path: str | Path, command: str | None) -> d
 
 
 def describe_result(result: Result, folder: Path, path: Path, manifest: dict[str, Any], sources: list[str]) -> None:
-    """Write all that stands beside the weights into `folder`, which will be `path`."""
+    """Write everything except the weights into `folder`, whose final name is `path`."""
     write_json(folder / MANIFEST, manifest)
     write_json(folder / REPORT, result.report.to_dict())
     result.plan.save(folder / PLAN)
@@ -117,7 +117,7 @@ def export(
     overwrite: bool = False,
     command: str | None = None,
 ) -> Exported:
-    """Write the model of a compact folder in a form that needs no corp.
+    """Write the model of a compact folder in a format that does not need corp.
 
     `to` is "timm" or "hf" (the model's own library, the default; `profile` as for save), "onnx", "pt2", "vllm" or
     "gguf" (llama.cpp; `quant` is "f32", "f16", "bf16" or "q8_0", by default the model's own precision).
@@ -135,7 +135,7 @@ def export(
 
 
 def exports(source: str | Path) -> dict[str, str | None]:
-    """For every target of export, why the model of a compact folder cannot go there; None where it can."""
+    """For every export target, why the model of a compact folder cannot be exported to it; None if it can."""
     folder = Path(source)
     manifest = read_manifest(folder)
     *earlier, last = read_plans(folder, manifest)
@@ -146,14 +146,14 @@ def exports(source: str | Path) -> dict[str, str | None]:
 
 
 def places_of(given: list[str], model: nn.Module, calibration: Any) -> list[str]:
-    """Places that may hold tokenizer and preprocessing: those given, then where the dense model was."""
+    """Places that may have tokenizer and preprocessing files: those given, then where the dense model was."""
     origin = calibration.get("model") if isinstance(calibration, dict) else None
     loaded_from = getattr(getattr(model, "config", None), "name_or_path", None)
     return [*given, *(place for place in (origin, loaded_from) if isinstance(place, str) and place)]
 
 
 def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
-    """The saved model, in eval mode on the CPU, with outputs bit-identical to those it had when saved.
+    """Load a saved model, in eval mode on the CPU; its outputs are bit-identical to those before saving.
 
     `base` is the dense model (its weights do not matter), for models that cannot be rebuilt from their name.
     """
@@ -169,7 +169,7 @@ def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
     shrink_all(model, plans)
     tensors = _read_tensors(weights, model)
     if any(buffer.is_meta for name, buffer in model.named_buffers() if name not in tensors):
-        model = rebuild(manifest["base"], folder)  # buffers that are not saved have to be computed
+        model = rebuild(manifest["base"], folder)  # buffers that are not saved must be computed
         shrink_all(model, plans)
     set_history(model, plans)
     assign(model, tensors)
@@ -180,7 +180,7 @@ def load(path: str | Path, *, base: nn.Module | None = None) -> nn.Module:
 
 
 def read_plans(folder: Path, manifest: dict[str, Any]) -> tuple[Plan, ...]:
-    """All plans that were applied, first to last; the last is the folder's own."""
+    """All applied plans, first to last; the last is the folder's own."""
     earlier = manifest.get("earlier_plans", [])
     if not isinstance(earlier, list):
         raise StorageError(f"{folder / MANIFEST}: 'earlier_plans' is not a list")
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the file, after names, shapes and dtypes were found to be those of `model`; tied ones once."""
+    """The tensors of the file, tied ones once, after checking their names, shapes and dtypes against `model`."""
     expected = saved_state(model)
     try:
         with safe_open(path, framework="pt") as file:
@@ -216,7 +216,7 @@ def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
                 shape = tuple(file.get_slice(name).get_shape())
                 if shape != tuple(tensor.shape):
                     raise StorageError(f"{path}: {name} has shape {shape}, the model needs {tuple(tensor.shape)}")
-            # Copies: the file's memory is not aligned as torch aligns, and kernels then round differently.
+            # Copies, because the file's memory is not aligned like torch's, and kernels would round differently.
             tensors = {name: file.get_tensor(name).clone() for name in expected}
     except SafetensorError as error:
         raise StorageError(f"{path} is damaged or not a safetensors file: {error}") from error
@@ -227,7 +227,7 @@ def _read_tensors(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, tied parameters once, with every tensor in memory of its own, as safetensors wants it."""
+    """The state dict, tied parameters once, with every tensor in separate memory, as safetensors requires."""
     seen: set[int] = set()
     state = {}
     for name, tensor in saved_state(model).items():

@@ -20,7 +20,7 @@ from corp.surgery.opened import open_up
 
 
 def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:
-    """The dense architecture that the folder names, with whatever weights it is built with."""
+    """The dense architecture that the folder names, with arbitrary weights."""
     if base is None:
         raise StorageError(f"{folder} does not say how to build its dense model; pass it: corp.load(path, base=model)")
     adapter = adapter_named(str(base.get("adapter")))
@@ -31,7 +31,7 @@ def rebuild(base: dict[str, Any] | None, folder: Path) -> nn.Module:
 
 
 def shrink_all(model: nn.Module, plans: Sequence[Plan]) -> None:
-    """Narrow a dense model, whatever its weights, to the shapes that it has after all plans."""
+    """Narrow a dense model, whatever its weights, to its shapes after all plans."""
     open_up(model)
     for plan in plans:
         shrink(model, find_sites(model), plan)
@@ -39,7 +39,7 @@ def shrink_all(model: nn.Module, plans: Sequence[Plan]) -> None:
 
 
 def base_of(model: nn.Module) -> dict[str, Any] | None:
-    """How to rebuild the dense architecture, if that reproduces this very model; else None."""
+    """How to rebuild the dense architecture, if that reproduces this model exactly; otherwise None."""
     for adapter in adapters_for(model):
         if adapter.identify is None or adapter.rebuild is None or adapter.find(model) is None:
             continue
@@ -69,7 +69,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
 
 
 def _plain(name: str, value: object) -> bool:
-    # name_or_path is where a transformers model lay, not what it computes.
+    # name_or_path is where a transformers model was stored, not what it computes.
     return (
         name not in ("training", "name_or_path")
         and not name.startswith("_")

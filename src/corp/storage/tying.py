@@ -1,4 +1,4 @@
-"""Parameters that a model holds under several names (tied embeddings), and loading that keeps them one."""
+"""Parameters that a model holds under several names (tied embeddings), and loading that keeps them tied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Load by assignment, which keeps the tensors' dtypes but unties what the model shares: tie it again."""
+    """Load by assignment, which keeps the tensors' dtypes but unties shared parameters, and tie those again."""
     tied = tied_names(model)
     whole = {name: tensors[tied.get(name, name)] for name in model.state_dict()}
     model.load_state_dict(whole, assign=True)

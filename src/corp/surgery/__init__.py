@@ -1,4 +1,4 @@
-"""Plan to smaller model: a model and a `Plan` come in, narrower modules with the compensation folded in go out.
+"""From a plan to a smaller model: takes a model and a `Plan`, makes narrower modules with folded compensation.
 
-It knows torch.nn and nothing of any model library; measure, adapters and everything above may import it.
+It knows torch.nn but no model library; measure, adapters and all packages above may import it.
 """

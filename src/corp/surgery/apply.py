@@ -40,12 +40,12 @@ from corp.surgery.stand_in import sharing_copy
 
 Planned: TypeAlias = tuple[Site, SitePlan]
 
-# The plans that made a model out of a dense one. Not an attribute of the model, which is the user's own.
+# The plans by which a model was pruned. Not an attribute of the model, which belongs to the user.
 _plans: WeakKeyDictionary[nn.Module, tuple[Plan, ...]] = WeakKeyDictionary()
 
 
 def history(model: nn.Module) -> tuple[Plan, ...]:
-    """The plans that made this model out of a dense one, first to last: what rebuilding its shapes takes."""
+    """The plans by which this model was pruned, first to last: enough to rebuild its shapes."""
     return _plans.get(model, ())
 
 
@@ -67,7 +67,7 @@ def narrowed_copy(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics,
 
 
 def narrowed_shell(model: nn.Module, sites: Sites, plan: Plan, stats: Statistics) -> nn.Module:
-    """A smaller model that shares with the dense one all tensors that the plan leaves alone: for trials."""
+    """A smaller model for trials, which shares all tensors that the plan does not change with the dense one."""
     smaller = sharing_copy(model)
     with undispatched(smaller):
         for group in match(sites, plan):
@@ -87,7 +87,7 @@ def _fold_output(model: nn.Module, head: OutputHead, plan: OutputPlan, stats: St
 
 
 def shrink(model: nn.Module, sites: Sites, plan: Plan) -> None:
-    """Give `model`, in place, the shapes of the plan without compensation: the frame that saved weights go into."""
+    """Give `model`, in place, the shapes of the plan without compensation, ready for saved weights."""
     for group in match(sites, plan):
         apply_group(model, group, [None] * len(group))
     if plan.output is not None:
@@ -128,7 +128,7 @@ def match_output(sites: Sites, plan: OutputPlan) -> OutputHead:
 
 
 def match(sites: Sites, plan: Plan) -> list[list[Planned]]:
-    """Every planned site with its place in this model, those of one module together; a plan for another is refused."""
+    """Every planned site of this model, grouped by module; a plan for another model is refused."""
     groups: dict[str, list[Planned]] = {}
     for site_plan in plan.sites:
         site = sites.get(site_plan.name)

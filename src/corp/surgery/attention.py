@@ -1,4 +1,4 @@
-"""Attention whose queries, keys and values have widths of their own: one small module per calling convention."""
+"""Attention with separate widths of queries and keys, and of values: one small module per calling convention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from corp.surgery.linear import fuse, make_linear, unfuse
 from corp.surgery.norms import narrow_norms
 from corp.surgery.padded import Padded
 
-SHORT = 64  # tokens up to which plain products keep up with padding
+SHORT = 64  # tokens up to which plain products are as fast as padding
 _true_widths: ContextVar[bool] = ContextVar("true_widths", default=False)
 
 
@@ -44,9 +44,9 @@ def attend(
 ) -> Tensor:
     """softmax(scale q k^T + mask) v for q, k (B, H, n, e) and v (B, H, n, d), by the fastest kernel for these widths.
 
-    The fused CPU kernel takes equal widths only. Where they differ, zero-padding the narrower is up to three times
-    as fast as the unfused one, and plain products are as fast for short sequences and faster for very short ones
-    (benchmarks/attention.py). CUDA's memory-efficient kernel takes unequal widths as they are.
+    The fused CPU kernel needs equal widths. If they differ, zero-padding the narrower ones is up to three times as
+    fast as the unfused kernel; plain products are as fast for short sequences and faster for very short ones
+    (benchmarks/attention.py). CUDA's memory-efficient kernel supports unequal widths.
     """
     width = v.shape[-1]
     if q.device.type != "cuda":
@@ -69,7 +69,7 @@ def attend_openly(
 
 
 def _is_short(q: Tensor, k: Tensor) -> bool:
-    """A graph that is compiled or exported is for any length: it must not ask."""
+    """Whether the sequence is short; never in compiled or exported graphs, which must work for any length."""
     return not torch.compiler.is_compiling() and q.shape[-2] * k.shape[-2] <= SHORT**2
 
 
@@ -78,11 +78,11 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def equal_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros up to the wider of q, k and v: they change no logit, and of the result the first columns are meant.
+    """q, k and v padded with zeros to the widest; no logit changes, and only the first columns of the result count.
 
-    As they are where operations are being counted.
+    They are returned unchanged while operations are counted.
     """
-    # A compiled graph counts nothing, and the compiler cannot look into a context variable.
+    # A compiled graph counts nothing, and the compiler cannot trace a context variable.
     if not torch.compiler.is_dynamo_compiling() and _true_widths.get():
         return q, k, v
     width = max(q.shape[-1], v.shape[-1])
@@ -127,7 +127,7 @@ class PackedAttention(nn.Module):
 
 
 class RelativeAttention(PackedAttention):
-    """timm's RelPosAttention: a learned bias is added to the logits; pruning Q/K does not concern it."""
+    """timm's RelPosAttention: a learned bias is added to the logits; pruning Q/K does not affect it."""
 
     def __init__(self, dense: Any, *parts: Projection | None, **named: Projection | None) -> None:
         super().__init__(dense, *parts, **named)
@@ -138,7 +138,7 @@ class RelativeAttention(PackedAttention):
 
 
 class LatentPool(nn.Module):
-    """timm's AttentionPoolLatent: learned queries look at all tokens (SigLIP's pooling)."""
+    """timm's AttentionPoolLatent: learned queries attend to all tokens (SigLIP's pooling)."""
 
     def __init__(
         self, dense: Any, q: Projection | None = None, k: Projection | None = None, v: Projection | None = None
@@ -181,13 +181,13 @@ def widths_of(dense: Any, q: Projection | None, v: Projection | None) -> tuple[i
 
 
 def replace_parts(dense: Any, packed: Any, *parts: Projection | None) -> nn.Module:
-    """The packed projection of `dense` with those of its parts that are given in place of its own."""
+    """The packed projection of `dense` with the given parts in place of its own."""
     new = replaced(projection_of(packed), dense.num_heads * dense.head_dim, *parts)
     return make_linear(packed, *fuse(packed.weight, new))
 
 
 def replaced(whole: Projection, values: int, *parts: Projection | None) -> list[Projection]:
-    """The parts of a packed projection, equally high but for the `values` rows of the last, or what replaces them."""
+    """The parts of a packed projection, or their replacements; the last has `values` rows, the others are equal."""
     others = (len(whole.weight) - values) // (len(parts) - 1)
     own = unfuse(whole, [*[others] * (len(parts) - 1), values])
     return [new or old for new, old in zip(parts, own, strict=True)]
@@ -201,7 +201,7 @@ def narrow_queries(model: nn.Module, site: AttentionSite, kept: Sequence[Tensor]
     shared = site.heads // site.groups
     q = _narrow(rows_of(model, site.q), [group for group in kept for _ in range(shared)], maps and maps.q)
     k = _narrow(rows_of(model, site.k), kept, maps and maps.k)
-    which: Parts = {"kept": torch.stack(list(kept))} if site.rotary else {}  # it has to know its frequencies
+    which: Parts = {"kept": torch.stack(list(kept))} if site.rotary else {}  # the module needs its frequencies
     if site.norm is not None:
         which["norms"] = narrow_norms(model, site, kept, maps.norm if maps else None)
     return {"q": q, "k": k, **which}
@@ -213,7 +213,7 @@ def narrow_values(model: nn.Module, site: ValueSite, kept: Sequence[Tensor], map
 
 
 def replace_attention(model: nn.Module, site: AttentionSite | ValueSite, parts: Parts) -> None:
-    """Put an attention around the new parts where the dense one was, or narrower layers into it."""
+    """Replace the dense attention by one with the new parts, or put narrower layers into it."""
     if isinstance(site.build, Padded):
         site.build.replace(model, parts)
         return
@@ -222,14 +222,14 @@ def replace_attention(model: nn.Module, site: AttentionSite | ValueSite, parts: 
 
 
 def _without_nested_tensors(model: nn.Module, name: str) -> None:
-    """An nn.TransformerEncoder above hands its layers nested tensors, which only its dense fast path understands."""
+    """Turn off nested tensors in an enclosing nn.TransformerEncoder; only its dense fast path supports them."""
     for parent in map(model.get_submodule, modules_around(name)):
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False
 
 
 def _narrow(dense: Projection, kept: Sequence[Tensor], maps: Sequence[Tensor] | None) -> Projection:
-    """Every head's rows restricted to what it keeps; maps keep their dtype, the cast comes last (in make_linear)."""
+    """Every head's kept or mapped rows; maps keep their dtype, and the cast comes last (in make_linear)."""
     heads = len(kept)
     W = dense.weight.reshape(heads, -1, dense.weight.shape[1])  # (H, d, D)
     b = None if dense.bias is None else dense.bias.reshape(heads, -1)  # (H, d)

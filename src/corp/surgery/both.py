@@ -1,4 +1,4 @@
-"""The dense model and the pruned one side by side: what checks of a prune compare, and where narrowed rows are."""
+"""The dense and the pruned model side by side, for checks that compare them, and where narrowed rows are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corp.sites import AttentionSite, MLPSite, Rows, Site, Sites, rows_of
 
 
 class Both(NamedTuple):
-    """A dense model, its sites and sums, and the pruned model that a plan made of it."""
+    """A dense model, its sites and sums, and the model pruned by a plan."""
 
     dense: nn.Module
     pruned: nn.Module
@@ -27,9 +27,9 @@ class Both(NamedTuple):
         return self.plan.recipe.rank == "exact"
 
     def rows(self, site: Site) -> dict[str, Rows] | None:
-        """Where queries, keys and values of a narrowed attention are: in the order they had, one after the other.
+        """Where queries, keys and values of a narrowed attention are: in their dense order, one after the other.
 
-        None for an MLP, and where corp's own modules do not hold them.
+        None for an MLP, or if the attention is not one of corp's own modules.
         """
         if isinstance(site, MLPSite):
             return None
@@ -46,7 +46,7 @@ class Both(NamedTuple):
         return found
 
     def _parts(self, attention: str) -> list[tuple[str, Rows, int]]:
-        """Queries, keys and values: their letter, their rows in the dense model, and how many are left."""
+        """Queries, keys and values: their letter, their rows in the dense model, and how many rows are kept."""
         widths = {site_plan.name: site_plan.keep for site_plan in self.plan.sites}
         parts: list[tuple[str, Rows, int]] = []
         queries = self.sites.get(attention)

@@ -1,4 +1,4 @@
-"""Models that accelerate spreads over devices: its hooks replace `forward`, so they are off while modules change."""
+"""Models that accelerate spreads over devices: its hooks replace `forward`, so they are removed during surgery."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from corp.errors import ModelError
 
 
 def dispatched(model: nn.Module) -> dict[str, Any]:
-    """The modules with a hook of accelerate, by name, and the hook."""
+    """The hooks of accelerate, by the name of their module."""
     return {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
 
 
 def require_present(model: nn.Module) -> None:
-    """Refuse a model of which accelerate keeps weights elsewhere until they are needed."""
+    """Refuse a model whose weights accelerate keeps elsewhere until they are needed."""
     for name, hook in dispatched(model).items():
         if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
             raise ModelError(
@@ -28,7 +28,7 @@ def require_present(model: nn.Module) -> None:
 
 @contextmanager
 def undispatched(model: nn.Module) -> Iterator[None]:
-    """Within this context, `model` has no hooks of accelerate; then the modules in their places have them."""
+    """Remove accelerate's hooks from `model` within this context; afterwards the new modules have them."""
     hooks = dispatched(model)
     if hooks:
         from accelerate.hooks import add_hook_to_module, remove_hook_from_module
@@ -36,7 +36,7 @@ def undispatched(model: nn.Module) -> Iterator[None]:
         for name in hooks:
             module = remove_hook_from_module(model.get_submodule(name))
             if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
-                del module.forward  # left behind by accelerate; a module of another class would go on using it
+                del module.forward  # left behind by accelerate; a module of another class would still use it
     yield
     for name, hook in hooks.items():
         add_hook_to_module(model.get_submodule(name), hook)

@@ -1,9 +1,9 @@
-"""Experts that a library keeps packed in three-dimensional parameters, as linear layers of their own and back.
+"""Experts packed in three-dimensional parameters, split into separate linear layers and packed again.
 
-Everything that calibrates, plans and narrows works on linear layers, so it works on a copy of the model in which packed
-experts are taken apart; the layers are views of the packed parameters, and cost no memory. A narrowed model is packed
-again, so that the library's own grouped kernels run it. What tells how experts are packed is transformers' contract
-for them (`use_experts_implementation`), and every module that is taken apart must compute what it did.
+Calibration, planning and surgery work on linear layers, so they use a copy of the model in which packed experts are
+split. The layers are views of the packed parameters and need no memory. A narrowed model is packed again, so that the
+library's own grouped kernels run it. transformers' interface for experts (`use_experts_implementation`) tells how they
+are packed, and every module that is split must compute the same as before.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from corp.sites import MLPSite, Rows
 
 CONTRACT = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "down_proj")
-WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")  # what classes call it
-TOKENS = 5  # random ones, on which both ways must agree
+WIDTHS = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")  # its name, by class
+TOKENS = 5  # random ones, on which both forms must agree
 
 
 class Expert(nn.Module):
-    """One expert: `up` makes its channels (and the gate's, where there is one), `down` consumes them."""
+    """One expert: `up` makes its channels (and the gate's, if there is one), `down` consumes them."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of a packed module, by number, called as the packed one is; `packed` is what is left of that."""
+    """The experts of a packed module, by number, called like the packed one; `packed` is the rest of that module."""
 
     def __init__(self, dense: Any) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ def _site(name: str, number: int, module: Experts, expert: Expert) -> MLPSite:
 
 
 def why_packed(module: nn.Module) -> str | None:
-    """Why the experts in a module cannot be taken apart; None where it holds none, or they can."""
+    """Why the experts of a module cannot be split; None if it has none, or they can be."""
     matrices = [p for p in module.parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1]
     if type(module).__module__.startswith("torch.nn."):
-        return None  # torch has no experts: norms over maps and weights of convolutions in parts have such parameters
+        return None  # not experts: some of torch's norms and convolutions have three-dimensional parameters
     if len(matrices) < 2 and not (matrices and "expert" in type(module).__name__.lower()):
         return None
     kind = f"{type(module).__name__} keeps its experts packed in one parameter"
@@ -88,7 +88,7 @@ def why_packed(module: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _agrees(dense: Any) -> bool:
-    """Whether the experts one by one give what the packed module does, on random tokens and routes."""
+    """Whether the split experts compute the same as the packed module, on random tokens and routes."""
     apart, like = Experts(dense), dense.down_proj
     draw = torch.Generator().manual_seed(0)
     D = next(iter(apart)).down.out_features
@@ -97,25 +97,25 @@ def _agrees(dense: Any) -> bool:
     share = torch.rand(route.shape, generator=draw).to(like)
     try:
         a, b = dense(x, route, share), apart(x, route, share)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # called in another way
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it is called in another way
         return False
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().max()))
 
 
 def unpack(model: nn.Module) -> None:
-    """Take packed experts apart, in place."""
+    """Split packed experts, in place."""
     for name, module in list(model.named_modules()):
         if opens(module):
             model.set_submodule(name, Experts(module))
 
 
 def opens(module: nn.Module) -> bool:
-    """Whether a module holds packed experts that can be taken apart."""
+    """Whether a module holds packed experts that can be split."""
     return all(hasattr(module, name) for name in CONTRACT) and hasattr(module, _up(module)) and not why_packed(module)
 
 
 def pack(model: nn.Module) -> list[str]:
-    """Pack experts again, in place; returns the modules that cannot be: of different widths, or with new biases."""
+    """Pack experts again, in place; returns the modules that cannot be, because of different widths or new biases."""
     left = []
     for name, module in list(model.named_modules()):
         if isinstance(module, Experts):
@@ -149,7 +149,7 @@ def _up(dense: Any) -> str:
 
 
 def _shell(dense: Any) -> Any:
-    """The module without what is packed: its gate, its flags, what it applies afterwards."""
+    """The module without its packed parameters: its gate, its flags, what it applies afterwards."""
     shell = copy.copy(dense)
     packed = {f"{side}{part}" for side in (_up(dense), "down_proj") for part in ("", "_bias")}
     for own in ("_parameters", "_buffers", "_modules"):

@@ -1,8 +1,8 @@
-"""Attention in transformers' calling convention, whose queries and keys, and values, have widths of their own.
+"""Attention in transformers' calling convention, with separate widths of queries and keys, and of values.
 
 The dense module's class stays a base of the narrowed one, because transformers finds the modules whose weights it
-returns (output_attentions) by class; its forward is not used. Which attention kernel runs is the library's business:
-the adapter hands in the function that looks it up.
+returns (output_attentions) by class; its forward is not used. The library chooses the attention kernel:
+the adapter passes in the function that looks it up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Lookup = Callable[[Any], Callable[..., tuple[Tensor, Tensor | None]]]
 
 
 class NarrowAttention(nn.Module):
-    """Takes and returns what the dense module did; all but the query and key projections is taken over from it."""
+    """Takes and returns what the dense module did, and reuses everything of it except the narrowed projections."""
 
     config: Any
     layer_idx: int
@@ -65,7 +65,7 @@ class NarrowAttention(nn.Module):
         return f"heads={self.qk_heads}, qk_dim={self.qk_dim}, v_dim={self.v_dim}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class itself is made at run time: pickle and deepcopy make it anew.
+        # The class itself is made at run time, so pickle and deepcopy must recreate it.
         return _blank, (self.convention, self.dense_class), vars(self)
 
     def forward(
@@ -78,7 +78,7 @@ class NarrowAttention(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # Where both masks are given, attention_mask is that of the queries, also if the other is None.
+        # If both masks are arguments, attention_mask is that of the queries, even if the other is None.
         encoder_mask = kwargs.pop("encoder_attention_mask", attention_mask)
         if self.cross:
             source = encoder_hidden_states if key_value_states is None else key_value_states
@@ -94,7 +94,7 @@ class NarrowAttention(nn.Module):
         return self._finish(y), weights
 
     def _project(self, wanted: str, states: Tensor | None) -> tuple[Tensor, ...]:
-        """Heads (B, H, n, width) of the wanted ones of q, k and v, each projection run once."""
+        """Heads (B, H, n, width) of the requested ones of q, k and v, each projection run once."""
         widths = {"q": self.qk_dim, "k": self.qk_dim, "v": self.v_dim}
         heads = {"q": self.qk_heads, "k": self.kv_count, "v": self.kv_count}
         found: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ class NarrowAttention(nn.Module):
         return tuple(found[letter] for letter in wanted)
 
     def _from_encoder(self, source: Tensor | None, past: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of the other sequence; they never change, so a cache has them after the first step."""
+        """Keys and values of the other sequence; they never change, so a cache holds them after the first step."""
         if past is None:
             k, v = self._project("kv", source)
             return k, v
@@ -122,7 +122,7 @@ class NarrowAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         kernel = self.config._attn_implementation
-        # Eager takes any width; sdpa's fused kernel wants equal ones except on CUDA; flash kernels always do.
+        # Eager supports any width; sdpa's fused kernel needs equal ones except on CUDA; flash kernels always do.
         # A single query gains nothing from the fused kernel, and padding would copy the whole cache.
         single = kernel == "sdpa" and (q.device.type == "cuda" or q.shape[2] == 1)
         if kernel not in ("eager", None) and not single:
@@ -150,7 +150,7 @@ class NarrowAttention(nn.Module):
 
 
 class RotaryAttention(NarrowAttention):
-    """Queries and keys are turned by their positions; every key head has kept frequencies of its own."""
+    """Attention with rotary positions; every key head has its own kept frequencies."""
 
     frequencies: Tensor  # (K, e): which rotated dimensions each key head kept
 
@@ -211,13 +211,13 @@ class RotaryAttention(NarrowAttention):
 
 
 def rotated_dims(attention: Any) -> int:
-    """How many dimensions of a head are turned: all of them where the module does not say."""
+    """How many dimensions of a head are rotated: all of them if the module does not say."""
     known = getattr(attention, "rotary_ndims", None)
     return int(attention.head_dim if known is None else known)
 
 
 class BiasedAttention(NarrowAttention):
-    """MPNet's: a position bias is added to the logits, and there is one way to compute it; weights come on request."""
+    """MPNet's attention: adds a position bias to the logits, has a single kernel, and returns weights on request."""
 
     def forward(  # type: ignore[override]
         self,
@@ -259,7 +259,7 @@ _classes: dict[tuple[type, type], type[NarrowAttention]] = {}
 
 
 def narrowed(convention: type[NarrowAttention], dense_class: type[nn.Module]) -> type[NarrowAttention]:
-    """The class of a narrowed module: our forward, and still an instance of the dense class. Made once."""
+    """The class of a narrowed module: corp's forward, but still a subclass of the dense class. Made once."""
     key = (convention, dense_class)
     if key not in _classes:
         name = f"Narrow{dense_class.__name__}"

@@ -1,4 +1,4 @@
-"""What transformers' families call the parts of their attention, and what stands in them."""
+"""The names of an attention's parts in transformers' families, and what the parts contain."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from corp.surgery.linear import unfuse
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls the parts of its attention.
+    """The names of an attention's parts in one family.
 
-    `parts` maps each input projection to what comes out of it, in order: ("c_attn", "qkv") is a packed one. `out` are
-    the modules that the heads' output goes through, none where the output projection is not inside the attention.
-    `scale` is None where it is head_dim^-1/2, unnamed. Names may have dots. `kv_heads`: query heads share key and value
-    heads. `by_head`: a packed projection holds q, k and v of one head after the other. `extras` are what the attention
-    function is told besides, and where it stands. `norms` are those of query and key heads, if they are normalised.
+    `parts` maps each input projection to its outputs, in order: ("c_attn", "qkv") is a packed one. `out` are the
+    modules that the heads' output goes through, none if the output projection is not inside the attention. `scale` is
+    None if it is head_dim^-1/2 and has no name. Names may have dots. `kv_heads`: query heads share key and value
+    heads. `by_head`: a packed projection holds q, k and v of one head after the other. `extras` are further arguments
+    of the attention function, and where they are found. `norms` are those of query and key heads, if they have any.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -43,7 +43,7 @@ class Names:
         return width
 
     def split(self, module: Any, name: str, letters: str) -> dict[str, Projection]:
-        """What the projection `name` of a module holds, by letter."""
+        """The parts of a module's projection `name`, by letter."""
         whole, (heads, kv_heads) = projection_of(getattr(module, name)), self.count_heads(module)
         counts = {"q": heads, "k": kv_heads, "v": kv_heads}
         values = kv_heads * self.value_width(module) if "v" in letters else 0
@@ -56,7 +56,7 @@ class Names:
 
 
 def _head_last(whole: Projection, heads: int) -> Projection:
-    """From q, k and v of one head after the other to all of q, all of k and all of v; the three are equally wide."""
+    """Reorder rows from q, k, v of one head after the other to all of q, all of k, all of v, of equal widths."""
     weight = whole.weight.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     bias = None if whole.bias is None else whole.bias.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten()
     return Projection(weight, bias)

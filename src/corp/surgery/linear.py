@@ -1,4 +1,4 @@
-"""Narrower linear layers, whichever way they keep their weights."""
+"""Narrower linear layers, in any layout of their weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from corp.sites import LinearSite, MLPSite, Projection, is_pointwise, is_transpo
 
 
 def why_not_linear(module: object) -> str | None:
-    """Why a layer cannot be cut here; None if it can: exactly nn.Linear or Conv1D, with nothing attached.
+    """Why a layer cannot be narrowed; None if it can: exactly nn.Linear or Conv1D, with nothing attached.
 
-    A subclass or a wrapper may compute something else, a hook may change what goes in or comes out, and a weight that
-    is made of other parameters (weight_norm, pruning masks) would come back.
+    A subclass or a wrapper may compute something else, a hook may change inputs or outputs, and a weight that
+    is computed from other parameters (weight_norm, pruning masks) would be recomputed.
     """
     plain = isinstance(module, nn.Module) and (type(module) is nn.Linear or is_transposed(module))
     if not plain or not isinstance(module, nn.Module):
@@ -27,7 +27,7 @@ def why_not_linear(module: object) -> str | None:
 
 
 def what_changes_it(module: nn.Module) -> str | None:
-    """What makes a layer more than its class and its weight say; None if nothing does."""
+    """What makes a layer compute more than its class and weight imply; None if nothing does."""
     if torch.nn.utils.parametrize.is_parametrized(module):
         return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer"
     if has_hooks(module):
@@ -74,7 +74,7 @@ def fuse(like: Tensor, parts: list[Projection]) -> Projection:
 
 
 def unfuse(whole: Projection, rows: Sequence[int]) -> list[Projection]:
-    """The inverse of `fuse`: parts with so many rows each."""
+    """The inverse of `fuse`: parts with the given numbers of rows."""
     biases = [None] * len(rows) if whole.bias is None else whole.bias.split(list(rows))
     return [Projection(*part) for part in zip(whole.weight.split(list(rows)), biases, strict=True)]
 

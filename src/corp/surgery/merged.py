@@ -1,7 +1,7 @@
-"""Models that merge tokens: a block merges between its attention and its MLP, and their container hands sizes on.
+"""Models that merge tokens: blocks merge between attention and MLP, and their container passes the sizes along.
 
 log(size) is added to the logits of later attentions, so that a token that stands for three patches counts three times.
-Blocks stay where they were, with the weights and names that they had, so sites and hooks find them as before.
+Blocks keep their places, weights and names, so sites and hooks find them as before.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def merge_tokens(model: nn.Module, merging: Merging) -> None:
 
 
 class MergedSequence(nn.Sequential):
-    """Blocks that the model calls as one (timm).
+    """Blocks that the model calls as one sequence (timm).
 
-    Whoever calls them one by one (features of several blocks) gets every patch its group's value where patches are
-    unmerged, and the dense blocks' outputs elsewhere.
+    Code that calls them one by one (features of several blocks) gets the value of every patch's group if patches are
+    unmerged, and the dense blocks' outputs otherwise.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], *, unmerge: bool) -> None:
@@ -62,7 +62,7 @@ class MergedSequence(nn.Sequential):
 
 
 class MergedList(nn.ModuleList):
-    """Blocks that the model calls one by one (transformers): iteration gives one callable that runs them all."""
+    """Blocks that the model calls one by one (transformers): iteration yields one callable that runs them all."""
 
     def __init__(self, blocks: Iterable[nn.Module], *, unmerge: bool) -> None:
         super().__init__(blocks)
@@ -76,19 +76,19 @@ class MergedList(nn.ModuleList):
         return nn.ModuleList(list(self.children())[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        # A graph that is traced is given a mask that hides nothing, whose values cannot be asked for.
+        # A traced graph gets a mask that hides nothing, but its values cannot be read.
         if attention_mask is not None and not torch.compiler.is_compiling() and _hides(attention_mask):
             raise ModelError("merged tokens take no attention mask: leave it out, or use the model without merging")
         return run_blocks(self.children(), x, unmerge=self.unmerge)
 
 
 def _hides(mask: Tensor) -> bool:
-    """Does a mask (True: seen) or a bias (0: seen) hide any token?"""
+    """Whether a mask (True: visible) or a bias (0: visible) hides any token."""
     return not bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *, unmerge: bool) -> Tensor:
-    """The blocks one after the other, with sizes and groups handed over."""
+    """Run the blocks one after the other, passing sizes and groups along."""
     sizes, groups = x.new_ones(x.shape[:2]), start_groups(x) if unmerge else None
     for block in blocks:
         x, sizes, groups = block(x, sizes=sizes, groups=groups)
@@ -96,7 +96,7 @@ def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *, unmerge: bool) -> Tens
 
 
 def one_by_one(blocks: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Functions that run one block each, hand sizes and groups on among them, and give all patches."""
+    """Functions that run one block each, pass sizes and groups along, and return all patches."""
     given = merged = sizes = groups = None
 
     def step(block: nn.Module, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def one_by_one(blocks: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Tenso
         if merged is None:
             merged, sizes, groups = x, x.new_ones(x.shape[:2]), start_groups(x)
         elif x is not given:
-            raise ModelError("merged blocks take what the block before gave, unchanged; use the model without merging")
+            raise ModelError("merged blocks need the unchanged output of the last block; use the model without merging")
         merged, sizes, groups = block(merged, sizes=sizes, groups=groups)
         given = rows(merged, groups)
         return given
@@ -114,5 +114,5 @@ def one_by_one(blocks: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], Tenso
 
 
 def start_groups(x: Tensor) -> Tensor:
-    """Where each of the tokens x (B, N, C) is before any merge, (B, N): at its own place."""
+    """The group (B, N) of each of the tokens x (B, N, C) before any merge: its own index."""
     return torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])

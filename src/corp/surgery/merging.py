@@ -1,8 +1,8 @@
-"""Token merging as arithmetic: what is merged, which tokens are alike, and what becomes of them and of their sizes.
+"""The arithmetic of token merging: which tokens are similar, and how they and their sizes are merged.
 
-The tokens behind the prefix (class token, registers) are split into two alternating sets. Every token of the first set
+The tokens after the prefix (class token, registers) are split into two alternating sets. Every token of the first set
 points to the token of the second set with the most similar key; the `r` closest pairs become their size-weighted mean
-(bipartite soft matching). Which tokens merge depends on the image, how many does not: every shape is static.
+(bipartite soft matching). Which tokens merge depends on the image, but their number does not, so all shapes are static.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Match(NamedTuple):
-    """Which tokens become one, by their index in the first or the second of the two alternating sets."""
+    """Which tokens are merged, by their index in the first or the second of the two alternating sets."""
 
     source: Tensor  # (B, r), of the first set
     kept: Tensor  # (B, a - r), the rest of the first set, in order
@@ -23,11 +23,11 @@ class Match(NamedTuple):
 
 
 def match(keys: Tensor, r: int, prefix: int) -> Match:
-    """The `r` most similar pairs by the cosine of the keys (B, n, d), of tokens behind the prefix."""
+    """The `r` most similar pairs by the cosine of the keys (B, n, d), of tokens after the prefix."""
     first, second = keys[:, prefix::2], F.normalize(keys[:, prefix + 1 :: 2], dim=-1)
-    best, partner = (first @ second.mT).max(-1)  # (B, a): a token's own length does not change who is nearest to it
+    best, partner = (first @ second.mT).max(-1)  # (B, a): a token's own length does not change its nearest partner
     order = (best / torch.linalg.vector_norm(first, dim=-1)).topk(best.shape[1]).indices
-    source, kept = order[:, :r], order[:, r:].sort().values  # neighbours stay neighbours, and meet again as a pair
+    source, kept = order[:, :r], order[:, r:].sort().values  # neighbours stay neighbours, and can be paired later
     return Match(source, kept, partner.gather(1, source))
 
 
@@ -52,10 +52,10 @@ def regroup(groups: Tensor, found: Match, prefix: int) -> Tensor:
     """Where every dense token (B, N) is after a merge, from where it was before."""
     r, left = found.source.shape[1], found.kept.shape[1]
     here = torch.arange(prefix + left + groups.shape[1], device=groups.device).expand(len(groups), -1)
-    first = torch.cat([found.kept, found.source], 1)  # (B, a): in which order the first set now stands
+    first = torch.cat([found.kept, found.source], 1)  # (B, a): the new order of the first set
     place = torch.cat([here[:, prefix : prefix + left], prefix + left + found.target], 1)
     behind = torch.empty_like(first).scatter(1, first, place)  # (B, a)
-    # The second set follows in order; a pair of entries for every two tokens, and the odd one out belongs to the first.
+    # The second set follows in order; tokens alternate between the sets, and an odd last one is in the first.
     second = here[:, prefix + left : prefix + left + left + r]
     both = torch.stack([behind, second], 2).flatten(1)
     return torch.cat([here[:, :prefix], both], 1).gather(1, groups)

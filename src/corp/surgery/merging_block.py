@@ -1,4 +1,4 @@
-"""A pre-norm block that merges tokens between its attention and its MLP, and what it costs."""
+"""A pre-norm block that merges tokens between its attention and its MLP, and its cost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from corp.planning.merging import Merging
 from corp.surgery.attention import attend, split_heads
 from corp.surgery.merging import match, merge, regroup
 
-PROOF = 0.1  # of the root of the dtype's precision: how far a block run by its parts may be from the block itself
+PROOF = 0.1  # times the root of the dtype's precision: the largest difference between a block and the sum of its parts
 
 
 class Parts(NamedTuple):
-    """What the parts of a pre-norm block are called: x + after(attention(norm x)), then x + after(mlp(norm x))."""
+    """The names of a pre-norm block's parts: x + after(attention(norm x)), then x + after(mlp(norm x))."""
 
     norm: str
     attention: str
@@ -34,11 +34,11 @@ KINDS = (
     Parts("norm1", "attention", ("layer_scale1", "drop_path"), "norm2", "mlp", ("layer_scale2", "drop_path")),
     Parts("layer_norm1", "self_attn", (), "layer_norm2", "mlp", ()),
 )
-OUTPUTS = ("proj", "o_proj", "out_proj")  # what an attention's output projection is called
+OUTPUTS = ("proj", "o_proj", "out_proj")  # names of an attention's output projection
 
 
 class MergingBlock(nn.Module):
-    """A block that merges tokens behind its attention. Called without sizes it computes what the dense block does."""
+    """A block that merges tokens after its attention. Called without sizes, it computes the same as the dense block."""
 
     dense_class: ClassVar[type[nn.Module]]
 
@@ -49,19 +49,19 @@ class MergingBlock(nn.Module):
         for key, value in vars(dense).items():
             vars(self)[key] = value.copy() if isinstance(value, dict) else value
         self.parts, self.r, self.prefix, self.read = parts, r, prefix, read
-        self.weighted = weighted  # were tokens merged before this block?
+        self.weighted = weighted  # whether tokens were merged before this block
 
     def extra_repr(self) -> str:
         return f"merges={self.r}" + ("" if self.read is None else f", reads={self.read}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class itself is made at run time: pickle and deepcopy make it anew.
+        # The class itself is made at run time, so pickle and deepcopy must recreate it.
         return _blank, (self.dense_class,), vars(self)
 
     def forward(
         self, x: Tensor, *args: Any, sizes: Tensor | None = None, groups: Tensor | None = None, **kw: Any
     ) -> Any:
-        """Tokens (B, n, C), their sizes (B, n) and where each dense token is (B, N), or None: the same, merged."""
+        """Merge tokens (B, n, C), their sizes (B, n), or None, and the group of each dense token (B, N), or None."""
         if sizes is None:
             return super().forward(x, *args, **kw)
         p = self.parts
@@ -150,7 +150,7 @@ def _first(module: Any, *names: str) -> Any:
 def merging_block(
     block: nn.Module, where: str, r: int, merging: Merging, *, weighted: bool, read: int | None
 ) -> MergingBlock:
-    """`block` with merging, once it is shown that its parts compute what it does."""
+    """`block` with merging, after verifying that its parts compute the same as the block."""
     parts, cls = parts_of(block), _class_of(getattr(block, "dense_class", type(block)))
     if parts is not None and _equal(block, cls(block, parts, r=0, prefix=0, weighted=False, read=None)):
         return cls(block, parts, r=r, prefix=merging.prefix, weighted=weighted, read=read)
@@ -161,7 +161,7 @@ def merging_block(
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """What the block's parts are called, if it looks like one that is known."""
+    """The names of the block's parts, if it looks like a known kind of block."""
 
     def names(kind: Parts) -> tuple[str, ...]:
         return kind.norm, kind.attention, *kind.after, kind.mlp_norm, kind.mlp, *kind.mlp_after
@@ -170,7 +170,7 @@ def parts_of(block: nn.Module) -> Parts | None:
 
 
 def _equal(block: nn.Module, made: MergingBlock) -> bool:
-    """Do both compute the same from a few random tokens? Without weights (meta) there is nothing to compare."""
+    """Whether both compute the same from a few random tokens; without weights (meta) nothing is compared."""
     weight: Any = next(block.parameters())
     if weight.device.type == "meta":
         return True
@@ -179,7 +179,7 @@ def _equal(block: nn.Module, made: MergingBlock) -> bool:
     with torch.no_grad(), evaluating(block), evaluating(made):
         try:
             expected, found = block(x, None), made(x, sizes=x.new_ones(2, 6))[0]
-        except (RuntimeError, TypeError, AttributeError, StopIteration):  # of a block that is made otherwise
+        except (RuntimeError, TypeError, AttributeError, StopIteration):  # the block has another structure
             return False
     expected = expected[0] if isinstance(expected, tuple) else expected
     allowed = PROOF * torch.finfo(x.dtype).eps ** 0.5 * torch.linalg.vector_norm(expected)
@@ -190,7 +190,7 @@ _classes: dict[type[nn.Module], type[MergingBlock]] = {}
 
 
 def _class_of(dense: type[nn.Module]) -> type[MergingBlock]:
-    """The class of a merging block: our forward, and still found by the dense class's name. Made once."""
+    """The class of a merging block: corp's forward, but still found by the dense class's name. Made once."""
     if dense not in _classes:
         made = {"__module__": dense.__module__, "__qualname__": f"Merging{dense.__name__}", "dense_class": dense}
         _classes[dense] = type(dense.__name__, (MergingBlock, dense), made)

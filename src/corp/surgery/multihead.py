@@ -17,7 +17,7 @@ class NarrowMultihead(nn.Module):
     """Takes and returns what nn.MultiheadAttention does. Parameters keep their names.
 
     nn.TransformerEncoderLayer has a fast path that reads the parameters of `self_attn` instead of calling it; it
-    leaves modules alone whose `_qkv_same_embed_dim` is False.
+    is not used for modules whose `_qkv_same_embed_dim` is False.
     """
 
     _qkv_same_embed_dim = False
@@ -89,7 +89,7 @@ class NarrowMultihead(nn.Module):
         ]
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one that is added to the logits; True hides, in both."""
+        """Both masks as one that is added to the logits; in both, True hides a token."""
         masks = []
         if attn_mask is not None:  # (n, m) or (B H, n, m)
             shape = (-1, self.num_heads) if attn_mask.dim() == 3 else (1, 1)

@@ -1,6 +1,6 @@
-"""The self-check of narrowed heads under QK-norm: the error of their logits, worked out from rows and norms.
+"""The self-check of narrowed heads under QK-norm: the error of their logits, computed from rows and norms.
 
-It is what pruned pairs cost if lengths were right, and what wrong lengths add (planning.normed.length_cost).
+It is the error of pruned pairs with exact lengths, plus what wrong lengths contribute (planning.normed.length_cost).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from corp.sites import AttentionSite, Rows, gains_of, rows_of
 from corp.surgery.both import Both
 from corp.surgery.row_maps import heads_in
 
-ROWS_APART = 1e-2  # relative: more than any dtype rounds
+ROWS_APART = 1e-2  # relative: more than the rounding of any dtype
 
 
 class _Side(NamedTuple):
-    """Queries or keys: what their norm does to the heads, in terms of the dense rows."""
+    """The effect of the queries' or keys' norm on the heads, in terms of the dense rows."""
 
-    factor: Tensor  # (H, e / 2): by what every pair is multiplied, behind its own gains; complex
+    factor: Tensor  # (H, e / 2), complex: multiplies every pair after its own gains
     lengths: list[Length]
 
 
 def normed_errors(both: Both, site: AttentionSite, rows: dict[str, Rows], site_plan: SitePlan) -> tuple[float, float]:
-    """The squared error of the logits of all heads: of pruned pairs, exact, and of wrong lengths, to first order."""
+    """The squared error of all heads' logits: from pruned pairs, exact, and from wrong lengths, to first order."""
     q, k, kept = *_sides(both, site, rows, site_plan), site_plan.indices()
     sums = both.stats.pairs_of(site.name).total()
     of_pairs = of_lengths = 0.0
@@ -69,7 +69,7 @@ def _sides(both: Both, site: AttentionSite, rows: dict[str, Rows], site_plan: Si
 
 
 def _side(heads: list[tuple[Tensor, Tensor]], norm: Any, gain: Tensor, kept: list[Tensor], width: int) -> _Side:
-    """Rows that are kept as they are have a scale of 1; where they are not, lengths and gains notice."""
+    """The effect of one norm. Unchanged rows have a scale of 1; other scales show in lengths and gains."""
     scales = torch.stack([_scales(*rows, dims) for rows, dims in zip(heads, kept, strict=True)])  # (H, e)
     own, squares, offset = (x.detach().to(scales) for x in (norm.gain, norm.squares, norm.offset))
     cross = torch.zeros_like(own) if norm.cross is None else norm.cross.detach().to(scales)
@@ -79,7 +79,7 @@ def _side(heads: list[tuple[Tensor, Tensor]], norm: Any, gain: Tensor, kept: lis
 
 
 def _scales(before: Tensor, after: Tensor, kept: Tensor) -> Tensor:
-    """By what each kept row (e, D + 1) was multiplied; NaN for rows that are no multiples of the dense ones."""
+    """The factor of each kept row (e, D + 1); NaN for rows that are not multiples of the dense ones."""
     rows = before[kept.to(before.device)]
     size = rows.square().sum(1)
     scales = torch.where(size > 0, (rows * after).sum(1) / size.clamp(min=torch.finfo(size.dtype).tiny), 1.0)
@@ -88,7 +88,7 @@ def _scales(before: Tensor, after: Tensor, kept: Tensor) -> Tensor:
 
 
 def _factor(dense: Tensor, gain: Tensor, cross: Tensor) -> Tensor:
-    """(H, e / 2): the complex factor that is nearest to what a norm does to every pair beyond the dense gains."""
+    """The complex factors (H, e / 2) that are closest to the norm's effect on every pair, beyond the dense gains."""
     (d1, d2), (g1, g2), (c1, c2) = (x.chunk(2, dim=-1) for x in (dense, gain, cross))
     size = d1.square() + d2.square()
     some = size > 0  # a pair without gain is zero whatever it is multiplied by

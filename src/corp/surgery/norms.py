@@ -1,4 +1,4 @@
-"""The norm of narrowed heads: it divides by a length that is predicted from the dimensions that are left."""
+"""The norm of narrowed heads: it divides by a length that is predicted from the kept dimensions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from corp.surgery.linear import new_parameter
 
 
 class NarrowNorm(nn.Module):
-    """y = (gain x + cross swap(x)) / sqrt(sum squares x^2 + offset), every head with numbers of its own.
+    """y = (gain x + cross swap(x)) / sqrt(sum squares x^2 + offset), with separate numbers for every head.
 
     swap exchanges the two dimensions of every rotary pair (j, j + e/2): `cross` is the part of a pair's correction that
-    turns it. Keys are not corrected and have none. Computed in float32 at least, as the dense norms are.
+    rotates it. Keys are not corrected and have none. Computed in float32 at least, like the dense norms.
     """
 
     def __init__(self, like: Tensor, gain: Tensor, cross: Tensor | None, squares: Tensor, offset: Tensor) -> None:
@@ -45,7 +45,7 @@ class NarrowNorm(nn.Module):
 def narrow_norms(
     model: nn.Module, site: AttentionSite, kept: Sequence[Tensor], fold: NormFold | None
 ) -> tuple[NarrowNorm, NarrowNorm]:
-    """The norms of queries and keys whose heads keep the dimensions kept[g] (e,); without `fold` of plain lengths."""
+    """The norms of queries and keys whose heads keep the dimensions kept[g] (e,); without `fold`, lengths are plain."""
     assert site.norm is not None
     gains, shared = gains_of(model, site.norm), site.heads // site.groups
     norms: list[Any] = [model.get_submodule(name) for name in (site.norm.q, site.norm.k)]
@@ -74,7 +74,7 @@ def _corrected(gain: Tensor, corrections: Sequence[Tensor] | None) -> tuple[Tens
 
 
 def _plain(site: AttentionSite, dims: Sequence[Tensor], like: Tensor) -> list[Length]:
-    """The mean square of the kept dimensions for that of all."""
+    """Lengths that use the mean square of the kept dimensions in place of that of all."""
     assert site.norm is not None
     v = like.new_full((len(dims[0]),), site.width / len(dims[0]))
     return [Length(v, like.new_tensor(site.norm.eps))] * len(dims)

@@ -1,7 +1,7 @@
-"""Models with all their linear maps as linear layers that are called: what calibration and surgery work on.
+"""Models in open form: all their linear maps are linear layers that are called, as calibration and surgery need.
 
-Some libraries keep a map in other forms: experts packed in one parameter, or a layer's bias apart from it. A model is
-opened as a copy that shares its memory and computes the same; the user's own is never changed.
+Some libraries store a map in other forms: experts packed in one parameter, or a layer's bias separate from it. A model
+is opened as a copy that shares its memory and computes the same; the user's own model is never changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from corp.surgery.experts import opens, unpack
 
-# Classes that call `qkv` where there is no `q_bias`, and otherwise use its weight with three biases put together.
+# Classes that call `qkv` if there is no `q_bias`, and otherwise use its weight with three concatenated biases.
 SPLIT_BIASES = {
     ("timm.models.beit", "Attention"),
     ("timm.models.eva", "EvaAttention"),
@@ -24,7 +24,7 @@ SPLIT_BIASES = {
 
 
 def opened(model: nn.Module) -> nn.Module:
-    """The model in its open form, sharing all memory but joined biases; the model itself if that is its form."""
+    """The model in its open form, sharing all memory except joined biases; the model itself if it is open already."""
     if not any(opens(module) or _is_split(module) for module in model.modules()):
         return model
     shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
@@ -51,7 +51,7 @@ def _join(attention: Any) -> None:
     joined = nn.Linear(1, 1, bias=False, device="meta")
     joined.in_features, joined.out_features = attention.qkv.in_features, attention.qkv.out_features
     joined.weight = attention.qkv.weight
-    whole = torch.cat([part.detach().to(joined.weight.device) for part in parts])  # a buffer may be elsewhere
+    whole = torch.cat([part.detach().to(joined.weight.device) for part in parts])  # a buffer may be on another device
     joined.bias = nn.Parameter(whole, requires_grad=parts[0].requires_grad)
     attention.qkv = joined.train(attention.training)
     attention.q_bias = attention.v_bias = None

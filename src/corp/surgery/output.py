@@ -1,4 +1,4 @@
-"""The output head as two thin linears, in the place of the dense one."""
+"""The output head as two thin linear layers in place of the dense one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LowRankOutput(nn.Module):
 
 
 def replace_output(model: nn.Module, head: OutputHead, rank: int, fold: LowRank | None) -> None:
-    """Put a head of this rank in the model, in place; a tied embedding keeps its weight. No fold: only shapes."""
+    """Put a head of this rank in the model, in place; a tied embedding keeps its weight. `fold` None: only shapes."""
     like = model.get_submodule(head.name).weight
     assert isinstance(like, Tensor)
     made = LowRankOutput(head.inputs, rank, head.outputs).train(model.get_submodule(head.name).training)

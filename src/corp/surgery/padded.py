@@ -1,8 +1,8 @@
-"""Attention whose own code stays as it is: its projections shrink, and zeros fill up what they leave out.
+"""Attention whose code does not change: its projections become narrower, and their outputs are padded with zeros.
 
 This works with any attention of any library, because only linear layers are replaced: removed dimensions of queries,
-keys and values are zeros, which change no logit and no average. It saves parameters and the projections' arithmetic,
-not that of the attention itself; corp.surgery.attention has modules that save both, one per calling convention.
+keys and values are zeros, which change no logit and no average. It saves parameters and operations of the projections,
+not of the attention itself; corp.surgery.attention has modules that save both, one per calling convention.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from corp.surgery.linear import fuse, make_linear
 
 
 class ScatterLinear(nn.Linear):
-    """A linear layer whose outputs stand at `index` (e,) among `outputs` features, the others being zero.
+    """A linear layer whose outputs are placed at `index` (e,) among `outputs` features; the others are zero.
 
-    The index is saved with the weights: where several readings of an attention were possible, it says which was proven.
+    The index is saved with the weights: if an attention has several possible layouts, it records the verified one.
     """
 
     index: Tensor
@@ -38,7 +38,7 @@ class ScatterLinear(nn.Linear):
         return y.new_zeros(*y.shape[:-1], self.outputs).index_copy(-1, self.index, y)
 
     def is_sound(self) -> bool:
-        """Whether every output has a place of its own: asked of files."""
+        """Whether every output has its own place; checked for files."""
         apart = self.index.unique().numel() == len(self.weight)
         return apart and int(self.index.min()) >= 0 and int(self.index.max()) < self.outputs
 
@@ -47,7 +47,7 @@ class ScatterLinear(nn.Linear):
 
 
 class GatherLinear(nn.Linear):
-    """A linear layer that takes the features `index` (e,) of its input."""
+    """A linear layer that uses the features `index` (e,) of its input."""
 
     index: Tensor
 
@@ -74,7 +74,7 @@ def _retyped(cls: Any, plain: Any, index: Sequence[int], *, persistent: bool = F
 
 
 def make_plain(like: Any, whole: Projection) -> nn.Module:
-    """An nn.Linear with these parameters in the dtype of `like`, also where that is a Conv1D."""
+    """An nn.Linear with these parameters in the dtype of `like`, even if that is a Conv1D."""
     flat = nn.Linear(1, 1, device="meta")
     flat.weight = nn.Parameter(like.weight, requires_grad=like.weight.requires_grad)
     return make_linear(flat.train(like.training), *whole)
@@ -82,7 +82,7 @@ def make_plain(like: Any, whole: Projection) -> nn.Module:
 
 @dataclass(frozen=True)
 class Padded:
-    """Where an attention's queries, keys and values come out, and the layer that takes their averages."""
+    """Where an attention's queries, keys and values are computed, and the layer that consumes their averages."""
 
     q: Rows
     k: Rows
@@ -114,7 +114,7 @@ class Padded:
         return made
 
     def _narrow(self, model: nn.Module, name: str, inside: dict[str, tuple[Rows, int]], parts: dict[str, Any]) -> Any:
-        """The layer `name` with the new parts in the order that the dense ones had, and where each row belongs."""
+        """The layer `name` with the new parts in their dense order, and the position of each row."""
         layer: Any = model.get_submodule(name)
         whole: list[Projection] = []
         index: list[int] = []
@@ -129,7 +129,7 @@ class Padded:
         return ScatterLinear.of(layer, fuse(layer.weight, whole), index, outputs)
 
     def _dims(self, letter: str, parts: dict[str, Any], heads: int, kept: int) -> list[list[int]]:
-        """Where in its head every kept dimension goes: frequencies have their places, others take the first ones."""
+        """The position of every kept dimension in its head: frequencies keep theirs, others fill the first ones."""
         which = parts.get("kept")
         if letter == "v" or letter not in parts or which is None:
             return [list(range(kept))] * heads

@@ -1,4 +1,4 @@
-"""What turns the rows of dense heads into those of narrowed ones, read off their weights."""
+"""The maps from the rows of dense heads to those of narrowed ones, computed from their weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Is the pruned model what the plan says? Errors worked out anew, from the weights that stand in the model.
+"""The self-check: errors are recomputed from the weights of the pruned model and compared with the plan.
 
-The plan predicts from its own fits; here nothing of them is used. From the narrowed weights and the dense ones follows
-what each site does to its input, and from that and the sums what it must get wrong. A fold that went wrong, a layer
-that was changed by someone else or a weight that did not survive a cast shows as a disagreement.
+The plan predicts errors from its own fits, which are not used here. The narrowed and the dense weights give the map of
+each site, and that map and the sums give its error. A defective fold, a layer that was changed by other code or a
+weight that was damaged by a cast shows as a disagreement.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from corp.surgery.both import Both
 from corp.surgery.normed_check import normed_errors
 from corp.surgery.row_maps import heads_in, map_between, maps_in
 
-ROUNDING = 4.0  # the model's dtype rounds every weight; so many times its epsilon is put down to that
-SLACK = 1e-6  # relative: the sums themselves are of float32 products
-NOTHING = 1e-8  # of a site's energy: an error that those sums cannot tell from none
+ROUNDING = 4.0  # the model's dtype rounds every weight; differences of so many epsilons are attributed to that
+SLACK = 1e-6  # relative: the sums themselves consist of float32 products
+NOTHING = 1e-8  # of a site's energy: an error that those sums cannot distinguish from zero
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One site's error as planned, and as its weights have it; `energy` is the scale of both.
+    """One site's planned error, and the one computed from its weights; `energy` is the scale of both.
 
-    `terms` is the energy of the products that the narrowed layer adds up. They cancel where its weights are large, as
-    they are after a fit on few tokens, and then rounding is a matter of their size, not of the sum's.
+    `terms` is the energy of the products that the narrowed layer adds up. They cancel if its weights are large, as
+    after a fit on few tokens, and then rounding depends on their size, not on the size of the sum.
     """
 
     site: str
@@ -61,15 +61,15 @@ class Finding:
     found: float
     energy: float
     epsilon: float
-    estimated: float = 0.0  # the part of `planned` that data may give otherwise: QK-norm's lengths, to first order
+    estimated: float = 0.0  # the part of `planned` that is approximate: QK-norm's lengths, to first order
     terms: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        """Up to rounding: what r adds to an error J is at most 2 sqrt(J r) + r."""
+        """Whether both are equal up to rounding: rounding r adds at most 2 sqrt(J r) + r to an error J."""
         r = (ROUNDING * self.epsilon) ** 2 * max(self.energy, self.terms) + SLACK**2 * self.energy + self.estimated
         allowed = 2 * math.sqrt(max(0.0, self.planned) * r) + r + SLACK * abs(self.planned) + NOTHING * self.energy
-        # A negative error is that of sums of a handful of tokens: none, up to rounding, of which it shows the size.
+        # Sums of a handful of tokens may give a negative error: zero up to rounding, whose size it shows.
         allowed += 2 * max(0.0, -self.planned)
         return math.isfinite(self.found) and abs(max(0.0, self.found) - max(0.0, self.planned)) <= allowed
 
@@ -111,7 +111,7 @@ def _output_finding(
 
 
 def require_agreement(findings: Sequence[Finding]) -> None:
-    """Silence would be the worst fault: a model that is not what its plan says is not given out."""
+    """Raise an error if a site disagrees with its plan, so that a defective model is never returned."""
     odd = [finding for finding in findings if not finding.agrees]
     if odd:
         first = odd[0]
@@ -125,7 +125,7 @@ def require_agreement(findings: Sequence[Finding]) -> None:
 
 
 def errors_in(both: Both, site: Site, site_plan: SitePlan) -> float | None:
-    """The error of one site with the weights of the pruned model, from the sums; None where they are not found."""
+    """The error of one site with the weights of the pruned model, from the sums; None if they are not found."""
     dense, pruned, stats = both.dense, both.pruned, both.stats
     if isinstance(site, MLPSite):
         W_new, b_new = in_float64(*projection_at(pruned, site.down))
@@ -143,7 +143,7 @@ def errors_in(both: Both, site: Site, site_plan: SitePlan) -> float | None:
 
 
 def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
-    """E||W x + b - W' x - b'||^2, W' (o, D) being what the narrowed site does to all of its inputs."""
+    """E||W x + b - W' x - b'||^2, where W' (o, D) is the map of the narrowed site on all of its inputs."""
     W, b = in_float64(*projection_at(dense, site.down))
     moments = stats.moments_of(site.name).total()
     D = W - W_new
@@ -178,6 +178,6 @@ def _logit_error(both: Both, site: AttentionSite, rows: dict[str, Rows], site_pl
 
 
 def _pair_factors(A: Tensor, kept: Tensor, dims: int) -> Tensor:
-    """(a, b) of pair_map, read off the map A (2S, d)."""
+    """The (a, b) of pair_map that give the map A (2S, d)."""
     S, line = len(kept), torch.arange(len(kept))
     return torch.cat([A[line, kept] - 1, A[:S][line, kept + dims // 2]])

@@ -1,4 +1,4 @@
-"""Stand-ins for blocks of a copied model: they have the attributes that the model reads, and do not run the block."""
+"""Stand-ins for blocks of a copied model: they have the attributes that the model reads, but do not run the block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corp.calibration.hooks import input_of
 
 
 def stand_in(block: nn.Module, call: Callable[..., Any]) -> nn.Module:
-    """A module like the block, hooks included, that calls `call` with its arguments instead of running."""
+    """A module like the block, including hooks, that calls `call` with its arguments instead of running."""
 
     def forward(_self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -36,7 +36,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def idle_copy(model: nn.Module, blocks: Iterable[str]) -> nn.Module:
-    """A copy that shares the model's tensors and in which these blocks return the hidden state that they are given."""
+    """A copy that shares the model's tensors, and in which these blocks return their hidden state unchanged."""
     idle = sharing_copy(model)
     for name in blocks:
         replace_block(idle, name, lambda *args, **kwargs: input_of(args, kwargs))

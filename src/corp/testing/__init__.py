@@ -1,6 +1,6 @@
 """The contract that every model must pass, as a function that users can run on their own: check_model.
 
-In: any model and a batch. Out: a `Contract`, which tells whether every promise holds. Nothing imports it but tests.
+It takes a model and a batch, and returns a `Contract`, which tells whether every property holds. Only tests import it.
 """
 
 from corp.testing.contract import Contract, Row, check_model

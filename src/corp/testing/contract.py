@@ -1,4 +1,4 @@
-"""The steps of the contract, one after the other on one model, and the table of their outcomes."""
+"""The steps of the contract, run one after the other on one model, and the table of their outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIDE = 96  # characters of a detail in one line of the table
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the contract: what was tried, whether it held, and the numbers or the reason.
+    """One row of the contract: what was tested, whether it holds, and the numbers or the reason.
 
     `ran` is False for a step that lacks the result of an earlier one; such a step has not passed.
     """
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Contract(Tabular):
-    """The outcome of the contract on one model: iterate over it for its rows; `passed` if every one of them did."""
+    """The outcome of the contract on one model: iterate over it for its rows; it has `passed` if all of them have."""
 
     rows: tuple[Row, ...]
 
@@ -64,7 +64,7 @@ class Contract(Tabular):
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """The rows that ran and did not hold."""
+        """The rows that ran and failed."""
         return tuple(row for row in self.rows if row.ran and not row.passed)
 
     def table(self) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
@@ -73,7 +73,7 @@ class Contract(Tabular):
         return title, ("contract", "", "detail"), [line for row in self.rows for line in _lines(row)]
 
     def require(self) -> None:
-        """Raise an error that holds the table, unless the contract holds."""
+        """Raise an error with the table, unless the contract holds."""
         if not self.passed:
             raise ModelError(str(self))
 
@@ -94,10 +94,10 @@ def check_model(
 ) -> Contract:
     """Run the whole contract on `model` with one batch (or a list of batches) and print a table of the outcome.
 
-    Claims are tried out on the model, pruning nothing is the identity, the error that is predicted at every site is
-    the one that is measured, and the pruned model is smaller, finite, survives a folder, can be exported or says why
-    not, and can be pruned again. The model itself is left as it was. What is returned tells `passed`, and prints as
-    the table; `show=None` prints nothing. A batch that the model does not take is a DataError.
+    Sites are verified on the model, pruning nothing changes nothing, the predicted error of every site equals the
+    measured one, and the pruned model is smaller, finite, can be saved and loaded, can be exported or says why not, and
+    can be pruned again. The model itself does not change. The returned object has `passed`, and prints as the table;
+    `show=None` prints nothing. A batch that the model does not accept is a DataError.
     """
     batches = batch if isinstance(batch, list) else [batch]
     _require_runs(model, batches, forward)
@@ -109,7 +109,7 @@ def check_model(
 
 
 def _require_runs(model: nn.Module, batches: Sequence[Any], forward: Forward | None) -> None:
-    """Refuse batches that the model does not take, before anything is said about the model."""
+    """Refuse batches that the model does not accept, before anything is tested."""
     require_module(model)
     if not batches:
         raise DataError("check_model needs at least one batch; the list is empty")
@@ -126,7 +126,7 @@ def _tried(name: str, step: Callable[[], str]) -> Row:
         return Row(name, False, str(error), ran=False)
     except CorpError as error:
         return Row(name, False, str(error))
-    except Exception as error:  # of the model's own code, or a defect here: the table goes on
+    except Exception as error:  # from the model's own code, or a defect here: the table continues
         return Row(name, False, f"{type(error).__name__}: {error}")
 
 
@@ -135,7 +135,7 @@ class _NotRunError(CorpError):
 
 
 class _BrokenError(CorpError):
-    """A promise that did not hold."""
+    """A property that does not hold."""
 
 
 class _Contract:
@@ -191,7 +191,7 @@ class _Contract:
         return f"{len(self.find())} sites"
 
     def prunable(self) -> Sites:
-        """The sites, if there are some."""
+        """The sites, if there are any."""
         if self.sites is None or not len(self.sites):
             raise _NotRunError("there is nothing to prune")
         return self.sites
@@ -239,7 +239,7 @@ class _Contract:
         return f"bit-identical, loaded {how}"
 
     def exports(self) -> str:
-        """Every target is possible or has a reason; which ones are possible is reported, and none is required."""
+        """Report the possible export targets; every other target must give a reason, and none is required."""
         reasons = Exports(self.model, self.prunable()).of(self.made().plan)
         possible = [target for target, reason in reasons.items() if reason is None]
         return ", ".join(possible) or f"none: {next(iter(reasons.values()), 'its library is not known')}"
@@ -269,7 +269,7 @@ class _Contract:
 
 
 def _recipe(sites: Sites, share: float) -> Recipe:
-    """All kinds that the model has, but what is refused by name."""
+    """A recipe for all kinds of sites that the model has, except those that are refused by name."""
     kinds: dict[str, Any] = {kind: share for kind in KINDS if any(site.kind == kind for site in sites)}
     return Recipe(**kinds, skip=tuple(r.name for r in sites.refused if r.kind in kinds))
 

@@ -195,7 +195,7 @@ def test_the_need_is_announced_and_limited(tmp_path: Path) -> None:
             self.said.append(message)
 
     corp.prune_streamed(folder, data, PAPER, tmp_path / "out", observer=Listener())
-    assert "of memory beside the program" in Listener.said[0]
+    assert "of memory in addition to the program" in Listener.said[0]
     with pytest.raises(PlanError, match=r"1\.0KB are allowed"):
         corp.prune_streamed(folder, data, PAPER, tmp_path / "other", settings=Settings(memory=1024))
     assert not (tmp_path / "other").exists()
@@ -222,7 +222,7 @@ def test_other_bad_input_is_refused(tmp_path: Path) -> None:
         corp.prune_streamed(folder, iter(data), PAPER, tmp_path / "out")
     with pytest.raises(DataError, match="was empty"):
         corp.prune_streamed(folder, [], PAPER, tmp_path / "out")
-    with pytest.raises(ModelError, match=r"no folder with a config\.json"):
+    with pytest.raises(ModelError, match=r"not a folder with a config\.json"):
         corp.prune_streamed(tmp_path / "missing", data, PAPER, tmp_path / "out")
     with pytest.raises(ModelError, match="cannot be pruned block by block: the output of"):
         corp.prune_streamed(llama(tmp_path / "gemma2", "gemma2"), data, PAPER, tmp_path / "out")

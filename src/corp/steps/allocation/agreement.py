@@ -11,7 +11,7 @@ from corp.steps.allocation.allocator import Allocation
 from corp.steps.allocation.budget import narrowest
 from corp.steps.allocation.trials import Trials, bisect, described, ends
 
-STEPS = 6  # models made to find how far agreement allows to go: the target is then known to about 0.01
+STEPS = 6  # models made in the bisection: the target is then known to about 0.01
 
 
 @dataclass
@@ -20,12 +20,12 @@ class Agreement:
 
     trials: Trials
     tried: list[dict[str, Any]] = field(default_factory=list)
-    best: tuple[float, Allocation] | None = None  # the lowest target that had enough
+    best: tuple[float, Allocation] | None = None  # the lowest target with sufficient agreement
     what: str = ""
 
     @property
     def kind(self) -> str:
-        """What is searched over: without the shape of the inputs, operations cannot be counted."""
+        """The target that is varied: parameters if the shape of the inputs, and so the operations, are unknown."""
         return "macs" if self.trials.allocator.counts_macs else "params"
 
     def run(self, wanted: float) -> tuple[Recipe, Allocation]:

@@ -29,25 +29,25 @@ from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sampl
 from corp.steps.allocation.curves import Curve, allocate, rated, site_curves, usual_power, weighted
 from corp.steps.allocation.latency import Clock, Time
 
-ROUNDS = 3  # times that a result is timed, and made smaller if it is not fast enough
-OVER = 1.1  # the excess of a slow result, and a little more, is taken off the next aim
+ROUNDS = 3  # how often a result is timed, and made smaller if it is not fast enough
+OVER = 1.1  # the next target is lowered by a slow result's excess and a little more
 
 
 class Way(NamedTuple):
-    """How a target is met; where it says None, the rules decide."""
+    """How a target is met; for values of None, the rules decide."""
 
-    queries: float | None = None  # the share of Q/K dimensions that is removed
+    queries: float | None = None  # the share of Q/K dimensions to remove
     power: float | None = None  # of the stream's energy, by which errors are divided
-    output: float | None = None  # the share of the output head's rank that is removed
-    spread: float | None = None  # times the equal share that one MLP may lose
-    rates: Mapping[str, float] | None = None  # divergence per unit of error, if it was measured; instead of a power
+    output: float | None = None  # the share of the output head's rank to remove
+    spread: float | None = None  # how many times the equal share one MLP may lose
+    rates: Mapping[str, float] | None = None  # measured divergence per unit of error, in place of a power
 
 
 RULES = Way()
 
 
 class Allocation(NamedTuple):
-    """How wide every site stays, why (for the plan's record), and elimination paths that were needed for it."""
+    """The width of every site, the reasons (for the plan's record), and the elimination paths computed on the way."""
 
     widths: Mapping[str, int]
     why: Mapping[str, Any]
@@ -71,9 +71,9 @@ class Allocator:
     ) -> None:
         self.model, self.stats, self.recipe, self.observer = model, stats, recipe, observer
         self.sites = with_floors(sites, stats, recipe)
-        self.given = sample  # to count on, where statistics do not say what the model takes
+        self.given = sample  # to count operations on, if statistics do not record the model's inputs
         self._counted = {} if budget is None else {budget.what: budget}  # the dense model, counted once
-        self._known = curves  # if they were made before, one block at a time
+        self._known = curves  # if they were computed before, one block at a time
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -83,7 +83,7 @@ class Allocator:
 
     @cached_property
     def nested(self) -> dict[str, list[Subspace]]:
-        """The nested maps of every attention that has dimensions to map, which give a trial of any width."""
+        """The nested maps of every attention that has dimensions to map; they serve trials of any width."""
         if self.recipe.attn_basis != SUBSPACE:
             return {}
         plain = [site for site in self.sites.attention if site.plain_width and not self.recipe.skips(site.name)]
@@ -116,7 +116,7 @@ class Allocator:
         return {name: curve.path for name, curve in curves.items() if curve.path is not None}
 
     def budget(self, what: str, share: float) -> Budget:
-        """What may be spent; the dense model is counted once."""
+        """The budget for this share; the dense model is counted once."""
         if what not in self._counted:
             self._counted[what] = count_budget(self.model, self.sites, what, None if what == "params" else self.sample)
         return replace(self._counted[what], share=share)
@@ -141,7 +141,7 @@ class Allocator:
         return Allocation(widths, {"notes": notes} if notes else {}, rank=rank)
 
     def output_rank(self, share: float) -> int | None:
-        """The rank that is left of the output head; None if it stays dense, or would be no cheaper."""
+        """The rank that the output head keeps; None if it stays dense, or would be no cheaper."""
         head = self.sites.output
         if head is None or share == 0:
             return None
@@ -172,7 +172,7 @@ class Allocator:
         return sum(seen) // head.inputs
 
     def _in_time(self, recipe: Recipe, wanted: float, way: Way) -> Allocation:
-        """Within a measured table of times; the result is timed, and made smaller if the table promised too much."""
+        """Widths from a measured table of times; the result is timed, and made smaller if it is too slow."""
         aim, recipe = wanted, self.clock.without_idle(recipe)
         for left in reversed(range(ROUNDS)):
             found = self._within(self.clock.budget(aim), recipe, way)
@@ -202,10 +202,10 @@ class Allocator:
 
 
 def query_share(equal: float) -> float:
-    """How much of Q/K goes under a budget that equal shares of MLP and Q/K, `equal` each, would meet.
+    """How much of Q/K to remove under a budget that equal shares of MLP and Q/K, `equal` each, would meet.
 
-    As a subspace Q/K costs little at first and much at the end: more than the others under a mild budget, less under a
-    hard one. The line is what did best on DeiT-Tiny between 0.35 and 0.9 of its operations (docs/budgets.md).
+    The first dimensions of a subspace cost little, the last ones much. So Q/K loses more than the others under a mild
+    budget and less under a tight one. The formula fits DeiT-Tiny at 0.35 to 0.9 of its operations (docs/budgets.md).
     """
     return min(3 * equal, 0.25 + 0.5 * equal)
 

@@ -1,4 +1,4 @@
-"""From a budget to widths: what widths cost, and the largest uniform ones within it."""
+"""A budget: what widths cost, and the largest uniform widths within it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from corp.recipe import Recipe
 from corp.sites import Site, Sites
 
 NAMES = {"macs": "MACs", "params": "parameters", "latency": "time per sample"}
-STEPS = 40  # bisections: finer than any width
+STEPS = 40  # bisections: enough to resolve any width
 ALL = 1 - 1e-9  # the share that leaves the narrowest widths
 
 
@@ -29,21 +29,21 @@ class Budget:
     share: float
     dense: int
     units: Mapping[str, Unit]
-    spared: int = 0  # what is saved outside of the sites
+    spared: int = 0  # what is saved outside the sites
 
     @property
     def limit(self) -> int:
         return int(self.share * self.dense) + self.spared
 
     def cost(self, sites: Sites, widths: Mapping[str, int]) -> int:
-        """The cost with these widths; sites that are not named keep theirs."""
+        """The cost with these widths; sites that are not named keep their dense width."""
         return self.dense - sum(self.saved(site, widths.get(site.name, site.width)) for site in sites)
 
     def saved(self, site: Site, width: int) -> int:
         return self.unit(site.name) * (site.width - width)
 
     def price(self, site: Site) -> float | Tensor:
-        """What numerics.allocate asks for: the price of one unit of width, or of every width."""
+        """The price of one unit of width, or the prices of all widths, for numerics.allocate."""
         return self.unit(site.name)
 
     def unit(self, name: str) -> int:
@@ -52,14 +52,14 @@ class Budget:
 
 
 class Sample(NamedTuple):
-    """A small batch on which operations are counted and times measured, and how the model takes it."""
+    """A small batch on which operations are counted and times measured, and how it is passed to the model."""
 
     batch: Any
     forward: Forward | None = None
 
 
 def count_budget(model: nn.Module, sites: Sites, what: str, sample: Sample | None) -> Budget:
-    """The whole cost of the dense model and of each unit of width, for this sample."""
+    """The total cost of the dense model and the cost of each unit of width, for this sample."""
     if sample is None:
         return Budget("params", 1.0, count_params(model), unit_costs(model, sites, None))
     with evaluating(model):
@@ -78,7 +78,7 @@ def one_sample(model: nn.Module, inputs: object) -> Sample:
 
 
 def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None = None) -> Recipe:
-    """The recipe with the smallest shares that meet the budget: equal for all kinds, or `queries` of Q/K if it can."""
+    """The recipe with the smallest shares that meet the budget: equal ones, or `queries` for Q/K if possible."""
 
     def fits(share: float) -> bool:
         return _cost(sites, _equal(recipe, share, queries), budget) <= budget.limit
@@ -101,7 +101,7 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None 
 
 
 def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
-    """The least share of the dense cost that equal shares can come to."""
+    """The smallest share of the dense cost that equal shares can reach."""
     return (_cost(sites, _equal(recipe, ALL), budget) + 0.5) / budget.dense  # so that rounding does not fall below it
 
 

@@ -1,8 +1,8 @@
-"""The predicted error of every site at every width, and the widths that a budget buys with them.
+"""The predicted error of every site at every width, and the best widths within a budget.
 
-Errors of different layers are made comparable by the size of the residual stream they are added to: an error counts
-relative to a power of that energy. Queries and keys are measured in logits and not in outputs, so they are not weighed
-against the others: they all lose one share, and the rest of the budget is allocated over MLPs and values.
+Errors of different layers are made comparable by the residual stream they are added to: each error is divided by a
+power of that stream's energy. Errors of queries and keys are errors of logits, not of outputs, so they are not compared
+with the others: all queries and keys lose one share, and the rest of the budget is allocated over MLPs and values.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from corp.recipe import Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, Sites, ValueSite, projection_at
 from corp.steps.allocation.budget import Budget
 
-LEAST = 1 / 12  # of a site's width is always kept: curves are of one site alone, and say little of the last channels
-GROWTH = 16  # growth of the stream's energy from block to block, above which errors count relative to it
-VALUE_WIDTHS = 8  # widths at which the error of values is computed; the curve is straight between them
+LEAST = 1 / 12  # of a site's width is always kept: the curve of a single site is unreliable for the last channels
+GROWTH = 16  # of the stream's energy from block to block, above which errors are divided by the whole energy
+VALUE_WIDTHS = 8  # widths at which the error of values is computed; between them it is interpolated
 
 
 class Curve(NamedTuple):
@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 
     errors: Tensor  # (D + 1,), at width 0, 1 … D
     energy: float
-    path: exact.Path | None = None  # of an MLP: which channels go at every width
+    path: exact.Path | None = None  # of an MLP: which channels are removed at every width
 
 
 def site_curves(
@@ -61,7 +61,7 @@ def _curve(model: nn.Module, site: LinearSite, stats: Statistics, recipe: Recipe
     down, moments = projection_at(model, site.down), stats.moments_of(site.name).total()
     layer = layer_of(down, moments, uses_intercept(recipe, down.bias is not None))
     energy = moments.stream_energy
-    if energy is None:  # the layer stands in no block: its own output
+    if energy is None:  # a layer outside of all blocks: the energy of its own output
         energy = affine.output_energy(layer.W, moments.mean, moments.cov())
     energy = max(energy, torch.finfo(torch.float64).tiny)
     if isinstance(site, ValueSite):
@@ -95,8 +95,8 @@ def _value_errors(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
 def usual_power(curves: Mapping[str, Curve]) -> float:
     """The power of the stream's energy by which errors are divided.
 
-    A half does better where that energy varies little from block to block (DeiT), one where it grows a hundredfold (a
-    small Llama), and each does much worse on the other.
+    A half is better if that energy varies little from block to block (DeiT), one if it grows a hundredfold (a small
+    Llama), and each is much worse on the other model.
     """
     known = [curve.energy for curve in curves.values()]
     return 1.0 if known and max(known) > GROWTH * min(known) else 0.5
@@ -108,7 +108,7 @@ def weighted(curves: Mapping[str, Curve], power: float) -> dict[str, Tensor]:
 
 
 def rated(curves: Mapping[str, Curve], rates: Mapping[str, float]) -> dict[str, Tensor]:
-    """Every site's errors in units of the divergence that they cause; a site without a rate makes no errors."""
+    """Every site's errors in units of the divergence that they cause; a site without a rate has no errors to scale."""
     return {name: curve.errors * rates.get(name, 1.0) for name, curve in curves.items()}
 
 
@@ -123,8 +123,8 @@ def allocate(
 ) -> tuple[dict[str, int], float]:
     """The best widths within the budget, and the first of `query_shares` that leaves room for the other sites.
 
-    `curves` are comparable errors of every site at width 0, 1 … D. `equal` are widths that meet the budget: no floor
-    is above them. No MLP loses more than the share `most`.
+    `curves` are comparable errors of every site at width 0, 1 … D. `equal` are widths that meet the budget, and no
+    floor is above them. No MLP loses more than the share `most`.
     """
     shares = list(query_shares)
     for queries in shares:
@@ -134,7 +134,7 @@ def allocate(
             for site in sites
             if site.name in curves and site.name not in fixed
         }
-        spare = budget.limit - budget.cost(sites, {**fixed, **dict.fromkeys(options, 0)})  # at no width, no cost
+        spare = budget.limit - budget.cost(sites, {**fixed, **dict.fromkeys(options, 0)})  # width 0 costs nothing
         if queries == shares[-1] or sum(option.cost(option.floor) for option in options.values()) <= spare:
             break
     groups = _groups(sites, options)
@@ -144,7 +144,7 @@ def allocate(
 
 
 def _groups(sites: Sites, options: Iterable[str]) -> list[list[str]]:
-    """The sites that are given one width: experts of one module that are equally wide; all others alone."""
+    """Groups of sites that must have one width: experts of one module that are equally wide; all others alone."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name in options:
         groups.setdefault((getattr(sites[name], "experts", None) or name, sites[name].width), []).append(name)
@@ -152,7 +152,7 @@ def _groups(sites: Sites, options: Iterable[str]) -> list[list[str]]:
 
 
 def _joined(options: list[Option]) -> Option:
-    """Several sites of one width as one."""
+    """Several sites of equal width as one option."""
     first = options[0]
     if len(options) == 1:
         return first
@@ -182,6 +182,6 @@ def _option(site: Site, errors: Tensor, budget: Budget, recipe: Recipe, equal: i
     floor = max(1, min(round(LEAST * site.width), equal))
     if most < 1:
         floor = max(floor, narrowed(site, most, multiple))
-    # In whole multiples already, so that what the floors cost is what the smallest widths cost.
+    # Rounded to multiples already, so that the floors cost exactly what the smallest widths cost.
     floor = min(equal, -(-floor // multiple) * multiple)
     return Option(errors, budget.price(site), floor, narrowed(site, least, multiple), multiple=multiple)

@@ -1,4 +1,4 @@
-"""Blocks that need not run again: a trial that changes one block gives what the dense model gives up to that block.
+"""Stored block outputs: up to the block that a trial changes, its outputs are the dense model's.
 
 The outputs of the dense model's blocks are kept for a few batches, and a trial's earlier blocks return them.
 """
@@ -20,19 +20,19 @@ from corp.sites import Site, Sites
 from corp.surgery.refit.replay import blocks_of, inside
 from corp.surgery.stand_in import replace_block
 
-KEPT = 1 << 30  # bytes of outputs at the most; blocks past that run again
+KEPT = 1 << 30  # the most bytes of outputs to keep; later blocks run again
 
 
 @dataclass
 class KnownBlocks:
-    """What the blocks of a model gave on the batches of a reference, batch by batch."""
+    """The outputs of a model's blocks on the batches of a reference, batch by batch."""
 
     outputs: dict[str, list[Any]] = field(default_factory=dict)
     before: dict[str, frozenset[str]] = field(default_factory=dict)  # blocks that had ended when this one began
 
     @classmethod
     def of(cls, model: nn.Module, sites: Sites, reference: Reference) -> KnownBlocks:
-        """Run the model on the reference's batches and keep what its blocks give; those that run once per batch."""
+        """Run the model on the reference's batches and keep the outputs of blocks that run once per batch."""
         known, runs, size, ended = cls(), Counter[str](), 0, set[str]()
 
         def start(name: str) -> None:
@@ -51,7 +51,7 @@ class KnownBlocks:
             block = model.get_submodule(name)
             handles.append(block.register_forward_pre_hook(here(lambda _m, _args, name=name: start(name))))
             after = here(lambda _m, _args, output, name=name: end(name, output))
-            handles.append(block.register_forward_hook(after, prepend=True))  # other hooks run on what is kept, too
+            handles.append(block.register_forward_hook(after, prepend=True))  # other hooks run on stored outputs, too
         with removing(handles):
             for batch in reference.batches:
                 ended.clear()
@@ -61,7 +61,7 @@ class KnownBlocks:
         return known
 
     def skip(self, trial: nn.Module, changed: Site) -> nn.Module:
-        """The trial, whose blocks before the one that holds the changed site return what is known; made in place."""
+        """Make the trial's blocks before the one with the changed site return their stored outputs, in place."""
         for name in self.before.get(block_of(inside(changed)) or "", frozenset()) & set(self.outputs):
             replace_block(trial, name, _returning(self.outputs[name]))
         return trial

@@ -1,8 +1,8 @@
 """A budget of time: what narrower sites save is measured on this machine, not counted.
 
-Copies of the model whose sites of one kind are narrower are timed against the dense model, interleaved; time depends on
-shapes alone, so they need no compensation. Between the widths that were timed the time is drawn straight, and a kind's
-time belongs to its sites in proportion to their operations.
+Copies of the model whose sites of one kind are narrower are timed against the dense model, interleaved. Time depends on
+shapes alone, so they need no compensation. The time is interpolated linearly between the measured widths, and divided
+among the sites of a kind in proportion to their operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from corp.surgery.apply import shrink
 PARTS = 1_000_000  # of the dense time: budgets are whole numbers
 SHARES = (0.25, 0.5, 0.75)  # removed where the table is measured
 ROUNDS, REPEATS = 10, 3
-NOTHING = 0.01  # of the dense time: a kind of which half saves less is left alone
+NOTHING = 0.01  # of the dense time: a kind is not pruned if removing half of it saves less
 
 Timer = Callable[[nn.Module, nn.Module], Ratio]  # how many times as fast the second is as the first
 
@@ -75,7 +75,7 @@ class Clock:
             self.times[site.name] = (PARTS * share * _by_width(self.table[site.kind], site.width)).round()
 
     def without_idle(self, recipe: Recipe) -> Recipe:
-        """The recipe with what saves no time left alone: where kernels pad narrow heads back, pruning only costs."""
+        """The recipe without kinds of sites whose pruning saves no time, as where kernels pad narrow heads."""
         idle = {kind: 0.0 for kind, rows in self.table.items() if _saved_at_half(rows) <= NOTHING}
         return replace(recipe, overrides={"**": idle, **recipe.overrides}) if idle else recipe  # the recipe's own win
 
@@ -100,7 +100,7 @@ class Clock:
         return {"device": f"{device.type} ({name}), {torch.get_num_threads()} threads", "batch": 1, "table": saved}
 
     def _measure(self, kind: str) -> list[tuple[float, float]]:
-        """(share kept, share of the dense time saved) by all sites of the kind, from the dense width down."""
+        """Rows of (share kept, share of the dense time saved) for all sites of the kind, from the dense width down."""
         rows = [(1.0, 0.0)]
         if kind == "vo" and self.recipe.equal_heads:
             return rows  # values are as wide as queries and keys, and timed with them
@@ -114,12 +114,12 @@ class Clock:
             own = [site for site in self.sites if site.kind == kind]
             kept = sum(widths[site.name] for site in own) / sum(site.width for site in own)
             if kept < rows[-1][0]:
-                # A narrower site is never slower but for noise, and for kernels that a plan should not pay for.
+                # A narrower site is slower only because of noise or odd kernels, which should not influence a plan.
                 rows.append((kept, max(rows[-1][1], 1 - self.time(widths).value)))
         return rows
 
     def _multiple(self, site: Site) -> int:
-        """What kernels take whole, as long as it leaves widths to choose from."""
+        """The multiple that fills kernel tiles, if it leaves enough widths to choose from."""
         multiple = FAST[ROUNDING_KEYS[site.kind]]
         while multiple > 1 and 4 * multiple > site.width:
             multiple //= 2
@@ -135,12 +135,12 @@ def compare_times(sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
 
 
 def _saved_at_half(rows: Sequence[tuple[float, float]]) -> float:
-    """By the narrowest that keeps half or more."""
+    """The share of time saved by the narrowest width that keeps half or more."""
     return max(saved for kept, saved in rows if kept >= 0.5)
 
 
 def narrow_copy(model: nn.Module, sites: Sites, widths: Mapping[str, int], recipe: Recipe) -> nn.Module:
-    """A copy with these widths, of which only the shapes mean something."""
+    """A copy with these widths for timing; only its shapes are meaningful."""
     smaller = copy.deepcopy(model)
     plans = []
     for site in sites:
@@ -153,7 +153,7 @@ def narrow_copy(model: nn.Module, sites: Sites, widths: Mapping[str, int], recip
 
 
 def _first(site: Site, keep: int) -> Sequence[int]:
-    """Any dimensions that may be kept together: of rotated ones whole pairs."""
+    """Some dimensions that may be kept together: whole pairs of rotated ones."""
     if isinstance(site, MLPSite | ValueSite) or not site.rotary:
         return range(keep)
     pairs = rotated_part(site, keep) // 2
@@ -163,9 +163,9 @@ def _first(site: Site, keep: int) -> Sequence[int]:
 
 
 def _by_width(rows: Sequence[tuple[float, float]], width: int) -> Tensor:
-    """(D + 1,): the time at width 0, 1 … D, from what is saved at some shares kept; at width 0 it is 0.
+    """The times (D + 1,) at width 0, 1 … D, from the savings at some shares kept; the time at width 0 is 0.
 
-    Below the narrowest share that was measured the last slope goes on.
+    Below the narrowest measured share, the last slope is extrapolated.
     """
     kept, saved = (list(column) for column in zip(*rows, strict=True))
     if len(rows) == 1:

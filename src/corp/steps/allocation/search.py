@@ -1,6 +1,6 @@
-"""Widths that are found by trying: models are made from the fitted statistics and compared on held-out batches.
+"""The search for widths by trials: models are made from the fitted statistics and compared on held-out batches.
 
-Nothing is trained, and models are tried as they are before the refit, which costs less.
+Nothing is trained. To save time, trial models are not refitted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, 
 from corp.steps.allocation.trials import Trials
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
-SPLIT_SAMPLES = 128  # to tell Q/K shares apart
-TOKENS_PER_CHANNEL = 32  # fewer than that, and exact elimination is tried against the paper's ranking
-STRONGER = 10.0  # times the ridge, tried where tokens are few
-CLEARLY = 0.85  # times the divergence of the paper's ranking: what exact elimination has to reach where tokens are few
-RANKINGS = 4  # rankings and ridges that are compared where tokens are few
-USUAL = 3  # steps that a search for one share takes
-USUAL_SPREADS = 2  # that are tried
-JUDGED_AT = 0.75  # of the parameters, where the target is yet to be found
+SPLIT_SAMPLES = 128  # enough to compare Q/K shares
+TOKENS_PER_CHANNEL = 32  # with fewer, exact elimination is compared with the paper's ranking
+STRONGER = 10.0  # times the ridge, tried if tokens are few
+CLEARLY = 0.85  # times the divergence of the paper's ranking, which exact elimination must reach if tokens are few
+RANKINGS = 4  # combinations of ranking and ridge that are compared if tokens are few
+USUAL = 3  # usual steps of a search for one share
+USUAL_SPREADS = 2  # usual number of spreads that are tried
+JUDGED_AT = 0.75  # of the parameters, if the target is not known yet
 
 
 def samples_needed(recipe: Recipe) -> int:
-    """How many held-out samples a search under this recipe wants; 0 if there is nothing to try."""
+    """How many held-out samples a search under this recipe needs; 0 if there is nothing to try."""
     if recipe.min_agreement is not None:
         return AGREEMENT_SAMPLES
     return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
@@ -50,7 +50,7 @@ def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int
 
 
 def most_trials(recipe: Recipe) -> int:
-    """How many models a search makes at the most."""
+    """The largest number of models that a search makes."""
     if recipe.min_agreement is not None:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
@@ -59,7 +59,7 @@ def most_trials(recipe: Recipe) -> int:
 
 
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
-    """The allocator's recipe with what was left open found, and the widths, by trials on held-out batches."""
+    """The allocator's recipe with its open settings resolved, and the widths, by trials on held-out batches."""
     recipe, observer = allocator.recipe, allocator.observer
     if recipe.min_agreement is not None and not held:
         raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
@@ -99,14 +99,14 @@ def _scarce(allocator: Allocator) -> bool:
 
 
 def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
-    """Trials under the ranking and ridge whose model is nearest to the dense one on held-out batches.
+    """Trials under the ranking and ridge whose model is closest to the dense one on held-out batches.
 
-    Exact elimination follows the sample where there are few tokens per channel; the paper's ranking does so less.
-    Held-out batches are of the sample's kind, so where both are about as near, the paper's ranking is safer on others.
+    With few tokens per channel exact elimination overfits the sample, the paper's ranking less so. Held-out batches
+    resemble the sample, so if both are about equally close, the paper's ranking is safer on other data.
     """
     first, asked = trials.allocator, trials.recipe
     rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
-    found = first.allocate(rule, Way(spread=SPREADS[-1]))  # where MLPs lose about the same, as most of them will
+    found = first.allocate(rule, Way(spread=SPREADS[-1]))  # MLPs lose about the same share, as usual
     known: dict[tuple[str, float], float] = {}
     stronger = Allocator(
         first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given

@@ -1,8 +1,8 @@
 """How sensitive the output is to an error at each site, measured: models in which one site alone is narrower.
 
-Rules that guess this from the energy of the residual stream miss it by up to ten times in small language models, where
-the first and the last layers matter most. A few held-out samples are enough: what is measured is how far the output
-moves away from the dense one, not the difference of two distances.
+Rules based on the energy of the residual stream are wrong by a factor of up to ten in small language models, where
+the first and the last layers matter most. A few held-out samples are enough, because the distance of the output from
+the dense one is measured, not the difference of two distances.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from corp.steps.allocation.allocator import Allocation
 from corp.steps.allocation.known import KnownBlocks
 from corp.steps.allocation.trials import Trials, sketch_model
 
-ANSWERS, SAMPLES = 1024, 32  # of the held-out samples, as many as give this many answers, but no more than these
-MOST = 16  # layers of a chain that are tried; between them sensitivities change little from one to the next
+ANSWERS, SAMPLES = 1024, 32  # as many held-out samples as have this many answers, but at most so many samples
+MOST = 16  # the most layers of a chain that are tried; between neighbours sensitivities change little
 
 
 def can_measure(sites: Sites) -> bool:
@@ -29,12 +29,12 @@ def can_measure(sites: Sites) -> bool:
 
 
 def tried_alone(names: Iterable[str]) -> list[str]:
-    """The sites that are tried: all of a short chain, and of a longer one some, evenly spaced, with both ends."""
+    """The sites that are tried: all sites of a short chain, evenly spaced ones of a longer chain, with both ends."""
     return [chain[i] for chain in _chains(names) for i in _spaced(len(chain))]
 
 
 def samples_alone(sites: Sites, tokens: Mapping[str, int]) -> int:
-    """About how many samples each site is tried on, from the tokens of one; none if sites are not tried one by one."""
+    """About how many samples each site is tried on, given the tokens per sample; 0 if sites are not tried alone."""
     if not can_measure(sites):
         return 0
     answers = max(tokens.values()) if sites.output else 1
@@ -62,7 +62,7 @@ def measure_sensitivities(trials: Trials, share: float) -> Mapping[str, float]:
 
 
 def filled(names: Iterable[str], found: Mapping[str, float]) -> dict[str, float]:
-    """The rates of all sites: what was measured, and in long chains geometric means between that."""
+    """The rates of all sites: those measured, and in long chains geometric interpolation between them."""
     return {name: rate for chain in _chains(names) for name, rate in _filled(chain, found).items()}
 
 

@@ -16,15 +16,15 @@ QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 MOST_OUTPUT = 0.75
-SPREADS = (2.0, 1.5, 1.25)  # times the equal share that one MLP may lose at the most, tried as long as that helps
+SPREADS = (2.0, 1.5, 1.25)  # times the equal share that one MLP may lose, tried as long as that helps
 
 
 @dataclass
 class Split:
-    """How a budget is split: how errors of different layers count, how far MLPs differ, and how much of Q/K goes.
+    """How a budget is split: the weights of layers' errors, how far MLPs differ, and how much of Q/K is removed.
 
-    The search starts from the rules' answers and goes where the output is nearer to the dense model's. Equal shares
-    are tried too: the result is never farther from the dense model than they are.
+    The search starts from the rules and moves in the direction that brings the output closer to the dense model's.
+    Equal shares are tried too, so the result is never farther from the dense model than they are.
     """
 
     trials: Trials
@@ -62,7 +62,7 @@ class Split:
         return self.measure(self.at(way))
 
     def best_spread(self, way: Way) -> Way:
-        """How far MLPs may differ: error curves are of one site alone, and promise too much where it loses most."""
+        """How far MLPs may differ: error curves of single sites are too optimistic where a site loses most."""
         least = self.distance(way)
         for narrower in [way._replace(spread=spread) for spread in SPREADS]:
             found = self.distance(narrower)
@@ -73,14 +73,14 @@ class Split:
         return way
 
     def best_queries(self, way: Way) -> Way:
-        """How much of Q/K goes, from what the way says in steps."""
+        """How much of Q/K to remove, searched in steps from the given share."""
         assert way.queries is not None
         limits = 0.0, MOST_QUERIES
         best = climb(lambda share: self.distance(way._replace(queries=share)), way.queries, QUERY_STEP, limits)
         return way._replace(queries=best)
 
     def best_output(self, way: Way) -> Way:
-        """The share of the output head to remove, if removing some of it makes room for what matters more."""
+        """The share of the output head to remove, if the other sites gain more from the budget that this frees."""
         allocator, recipe = self.trials.allocator, self.trials.recipe
         budget = "params" if recipe.target_params is not None else "macs"
         if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:

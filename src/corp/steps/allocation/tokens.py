@@ -1,8 +1,8 @@
-"""Budget to token schedule: how many tokens every block merges, chosen by what the output does on held-out batches.
+"""From a budget to a token schedule: how many tokens every block merges, chosen by trials on held-out batches.
 
-A schedule is a shape, the relative numbers of all blocks, and one factor that the budget decides. Shapes that are tried
-rise with depth, steeply, gently or not at all. What blocks do to the output one by one is no guide: merging in one
-block takes away the pairs that the next would merge.
+A schedule is a shape, the relative numbers of all blocks, times a factor that the budget determines. Trial shapes
+rise with depth, steeply, gently or not at all. The sensitivities of single blocks are misleading, because merging in
+one block removes the pairs that the next would merge.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from corp.surgery.merging_block import block_macs
 SAMPLES = 64  # held-out samples that schedules are compared on
 RISE = 0.45  # the rule: the last block merges exp(0.9) times as many tokens as the first
 TILT = 0.45  # a step of tilting multiplies the last block's number by exp(0.45), the first one's by exp(-0.45)
-TILTS = 3  # steps at the most, in either direction
-STEPS = 16  # bisections of the factor: finer than a token
+TILTS = 3  # the most steps in either direction
+STEPS = 16  # bisections of the factor: enough to resolve one token
 
 Cost: TypeAlias = Callable[[Merging], float]  # of a merging, relative to the dense model
 Shape: TypeAlias = Sequence[float]  # relative numbers of merged tokens, by block
@@ -38,7 +38,7 @@ Shape: TypeAlias = Sequence[float]  # relative numbers of merged tokens, by bloc
 
 @dataclass(frozen=True)
 class Chosen:
-    """A schedule, what it costs relative to the dense model, how far the output moves, and what else was tried."""
+    """A schedule, its cost relative to the dense model, how far the output moves, and what else was tried."""
 
     merging: Merging
     shape: Shape
@@ -52,8 +52,8 @@ def choose_schedule(
 ) -> Chosen:
     """The schedule within `share` of the dense model's cost that moves its output least on the batches `held`.
 
-    `merging` says where the blocks are, which tokens are read and which never merge; its schedule is replaced. The cost
-    is counted in multiply-accumulates.
+    `merging` says where the blocks are, which tokens are read and which are never merged; its schedule is replaced.
+    The cost is counted in multiply-accumulates.
     """
     trial = _Trial(model, few(held), merging, share, mac_share(model, held[0], merging, forward), forward)
     shape = rising(len(merging.schedule))
@@ -67,17 +67,17 @@ def choose_schedule(
 
 
 def rising(blocks: int) -> Shape:
-    """The shape to start from: as many tokens more in every block as the images have fewer left to be told apart."""
+    """The shape to start from, which rises with depth: later blocks merge more tokens."""
     return tilt([1.0] * blocks, RISE)
 
 
 def in_every_second(shape: Shape) -> Shape:
-    """As many tokens in half as many blocks: fewer small kernels."""
+    """The same number of tokens merged in half as many blocks, for fewer small kernels."""
     return [0.0 if i % 2 == 0 else a + b for i, (a, b) in enumerate(zip([0.0, *shape], shape, strict=False))]
 
 
 def fitting(merging: Merging, shape: Shape, share: float, cost: Cost, tokens: int) -> Merging:
-    """The fewest merged tokens in this shape that leave at most `share` of the dense model's cost."""
+    """The schedule of this shape with the fewest merged tokens that costs at most `share` of the dense model."""
     low, high = 0.0, float(tokens)
     if cost(scaled(merging, shape, high, tokens)) > share:
         raise PlanError(f"merging tokens cannot reach {share:.3f} of the dense model's cost; prune widths too")
@@ -102,7 +102,7 @@ def scaled(merging: Merging, shape: Shape, factor: float, tokens: int) -> Mergin
 
 
 def tilt(shape: Shape, by: float) -> Shape:
-    """The shape with its last number times exp(by), its first times exp(-by), those between likewise."""
+    """The shape with its last number times exp(by), its first times exp(-by), and those between interpolated."""
     last = max(1, len(shape) - 1)
     return [r * math.exp(by * (2 * (i / last) - 1)) for i, r in enumerate(shape)]
 
@@ -125,7 +125,7 @@ class _Trial:
         self.tokens = tokens_of(self.model, self.merging, self.held[0], self.forward)
 
     def measure(self, shape: Shape) -> float:
-        """How far the output moves with the schedule of this shape that the budget asks for."""
+        """How far the output moves with the schedule of this shape that meets the budget."""
         merging = self.fitting(shape)
         if merging.schedule not in self.known:
             moved = self.moved(merging)
@@ -148,14 +148,14 @@ def merged_copy(model: nn.Module, merging: Merging) -> nn.Module:
 
 
 class Operations(NamedTuple):
-    """Multiply-accumulates of the dense model for one sample: all of them, and those outside of its blocks."""
+    """Multiply-accumulates of the dense model for one sample: in total, and outside its blocks."""
 
     dense: int
     around: int
     tokens: int  # of a sample, where the blocks begin
 
     def share(self, model: nn.Module, merging: Merging) -> float:
-        """Those of a model of any widths with this merging, relative to the dense model's; not counted on a run."""
+        """The operations of a model with this merging, relative to the dense model's, computed without a run."""
         blocks = list(model.get_submodule(merging.blocks).children())
         total, left = self.around, self.tokens
         for number, (block, r) in enumerate(zip(blocks, merging.schedule, strict=True)):
@@ -164,12 +164,12 @@ class Operations(NamedTuple):
         return total / self.dense
 
     def fit(self, model: nn.Module, merging: Merging, shape: Shape, share: float) -> Merging:
-        """The fewest merged tokens in this shape with which the model has at most `share` of the operations."""
+        """The schedule of this shape with the fewest merged tokens that needs at most `share` of the operations."""
         return fitting(merging, shape, share, partial(self.share, model), self.tokens)
 
 
 def count_operations(model: nn.Module, batch: Any, merging: Merging, forward: Forward | None = None) -> Operations:
-    """The dense model counted once; what its blocks cost with fewer tokens follows from the shapes of their weights."""
+    """Count the dense model once; the cost of its blocks with fewer tokens follows from the shapes of their weights."""
     one = first_sample(batch if forward is not None else move(batch, *placement(model)))
     tokens = tokens_of(model, merging, one, forward)
     with evaluating(model):
@@ -179,7 +179,7 @@ def count_operations(model: nn.Module, batch: Any, merging: Merging, forward: Fo
 
 
 def mac_share(model: nn.Module, batch: Any, merging: Merging, forward: Forward | None = None) -> Cost:
-    """A function that gives the multiply-accumulates of a merging relative to the model without."""
+    """A function that returns the multiply-accumulates with a merging, relative to the model without it."""
     return partial(count_operations(model, batch, merging, forward).share, model)
 
 
@@ -197,7 +197,7 @@ def tokens_of(model: nn.Module, merging: Merging, batch: Any, forward: Forward |
 
 
 def few(held: Sequence[Any]) -> list[Any]:
-    """The first batches that have enough samples together."""
+    """The first batches, as many as together have enough samples."""
     chosen: list[Any] = []
     for batch in held:
         if sum(map(size_of, chosen)) < SAMPLES:

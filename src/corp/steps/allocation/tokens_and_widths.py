@@ -1,4 +1,4 @@
-"""Tokens and widths under one budget: which part of it each takes, found by trying on held-out batches."""
+"""Tokens and widths under one budget: how it is divided between them, found by trials on held-out batches."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from corp.steps.allocation.trials import bisect, climb, sketch_model
 from corp.steps.run import to_try
 from corp.surgery.refit.merged import find_merging
 
-OFFER_SAMPLES = 64  # held-out samples on which merging is compared with what was done
+OFFER_SAMPLES = 64  # held-out samples on which merging is compared with the pruned model
 SAMPLES = 128  # held-out samples that splits of a budget are compared on
-WIDTHS = 0.9  # the share of the merged model's operations that widths leave, to start from
+WIDTHS = 0.9  # where the search starts: the share of the merged model's operations that widths leave
 STEP, LEAST = 0.05, 0.6  # between the shares that are tried, and the smallest
-JUDGED_AT = 0.6  # of the operations, where the target is yet to be found
+JUDGED_AT = 0.6  # of the operations, if the target is not known yet
 LEAST_TARGET = 0.15
-ROUNDS = 3  # times that a schedule is timed, and made heavier if it is not fast enough
-OVER = 1.1  # the excess of a slow one, and a little more, is taken off the next aim
-FASTER = 1.03  # so much faster must half as many merges be to be worth their error
+ROUNDS = 3  # how often a schedule is timed, and made to merge more if it is not fast enough
+OVER = 1.1  # the next target is lowered by a slow schedule's excess and a little more
+FASTER = 1.03  # the speed-up that merging in half as many blocks must bring, to justify its larger error
 
 
 class Timed(NamedTuple):
@@ -55,12 +55,12 @@ class Timed(NamedTuple):
 
 
 def samples_needed(recipe: Recipe) -> int:
-    """How many held-out samples tokens="auto" wants."""
+    """How many held-out samples tokens="auto" needs."""
     return AGREEMENT_SAMPLES if recipe.min_agreement is not None else SAMPLES
 
 
 def given_merging(free: Merging, schedule: Sequence[int]) -> Merging:
-    """The schedule as the recipe gives it."""
+    """The merging with the recipe's schedule."""
     if len(schedule) != len(free.schedule):
         raise PlanError(f"tokens: the schedule has {len(schedule)} entries, the model {len(free.schedule)} blocks")
     return replace(free, schedule=tuple(schedule))
@@ -69,16 +69,16 @@ def given_merging(free: Merging, schedule: Sequence[int]) -> Merging:
 def start_schedule(
     model: nn.Module, free: Merging, target: float, held: Sequence[Any], forward: Forward | None
 ) -> Chosen:
-    """The schedule of a model whose widths would pay their usual part of the budget."""
+    """The schedule of a model whose widths provide their usual part of the budget."""
     return choose_schedule(model, held, free, min(1.0, target / WIDTHS), forward)
 
 
 @dataclass
 class Joint:
-    """Models of some widths and tokens under one budget, made to be compared with the dense one.
+    """Models of various widths and schedules under one budget, to be compared with the dense one.
 
-    Widths come first; the schedule is then the one that this budget still needs, so the budget is met exactly.
-    `allocator` is of a merged model, and its sums are of merged tokens.
+    Widths are chosen first; the schedule then provides the rest, so the budget is met exactly. `allocator` belongs to
+    a merged model, and its sums are over merged tokens.
     """
 
     allocator: Allocator
@@ -96,7 +96,7 @@ class Joint:
         def moved(widths: float) -> float:
             try:
                 divergence = race.divergence(self.made(target, widths)).value
-            except PlanError:  # tokens cannot give the rest
+            except PlanError:  # tokens cannot provide the rest
                 return math.inf
             self.tried.append({"target": target, "widths": widths, "divergence": divergence})
             return divergence
@@ -107,7 +107,7 @@ class Joint:
         return found
 
     def lowest_target(self, agreement: float) -> tuple[float, float]:
-        """The least share of the dense operations at which the output still agrees, and what widths leave there."""
+        """The smallest share of the dense operations with enough agreement, and the share that widths leave there."""
         widths = self.best_widths(JUDGED_AT)
         good: list[float] = []
 
@@ -129,7 +129,7 @@ class Joint:
         return min(good), widths
 
     def made(self, target: float, widths: float) -> nn.Module:
-        """A model of these widths that merges as many tokens as the target still asks for."""
+        """A model of these widths that merges as many tokens as the target still requires."""
         model = self.narrowed(widths)
         return merged_copy(model, self.fit(model, target))
 
@@ -140,7 +140,7 @@ class Joint:
         return sketch_model(self.allocator, asked, self.allocator.allocate(asked))
 
     def least(self, model: nn.Module) -> float:
-        """The share of the dense operations that is left when a model of these widths merges all it can."""
+        """The share of the dense operations if a model of these widths merges as many tokens as it can."""
         tokens = self.operations.tokens
         return self.operations.share(model, scaled(self.free, self.shape, tokens, tokens))
 
@@ -149,7 +149,7 @@ class Joint:
 
 
 def widths_at(recipe: Recipe, share: float, target: str = "target_macs") -> Recipe:
-    """What is asked of the merged model's widths: to leave `share` of its operations or of its time."""
+    """The recipe for the merged model's widths: they leave `share` of its operations or of its time."""
     asked: dict[str, Any] = {"target_macs": None, "target_latency": None, "min_agreement": None, target: share}
     return replace(recipe, tokens=None, sequential=False, sequential_samples=None, **asked)
 
@@ -157,9 +157,9 @@ def widths_at(recipe: Recipe, share: float, target: str = "target_macs") -> Reci
 def fast_schedule(
     model: nn.Module, free: Merging, shape: Shape, operations: Operations, wanted: float, timer: Timer
 ) -> Timed:
-    """The schedule that takes the tokens' part of a budget of time, by timing merged models against the dense one.
+    """The schedule for the tokens' part of a budget of time, found by timing merged models against the dense one.
 
-    Sorting and gathering take time too, so the same operations are also tried with merges in every second block.
+    Sorting and gathering take time too, so schedules that merge in every second block are also tried.
     """
     aim = part = min(1.0, wanted / WIDTHS)
 
@@ -177,13 +177,13 @@ def fast_schedule(
         aim -= OVER * (found.time - part)
         try:
             found = timed(shape)
-        except PlanError:  # widths have to give the rest
+        except PlanError:  # widths must provide the rest
             break
     return found
 
 
 class Offer(NamedTuple):
-    """What merging tokens instead of pruning widths would bring under the same budget, before any fit."""
+    """What merging tokens instead of pruning widths would gain under the same budget, before any fit."""
 
     merged: Closeness
     pruned: Closeness
@@ -198,7 +198,7 @@ def offer_merging(
     batches: Iterable[Any],
     forward: Forward | None = None,
 ) -> Offer | None:
-    """The merged model under this share of the operations beside the pruned one; None if tokens cannot be merged."""
+    """Compare a merged model of this share of the operations with the pruned one; None if tokens cannot be merged."""
     held = HeldBatches(HoldOut.of(batches), OFFER_SAMPLES)
     held.collect(batches)
     try:

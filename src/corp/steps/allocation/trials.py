@@ -1,4 +1,4 @@
-"""Models of some widths, made only to be compared with the dense one, and the steps in which widths are searched."""
+"""Trial models, made only to be compared with the dense one, and the search steps that use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from corp.surgery.apply import narrowed_shell
 
 @dataclass
 class Trials:
-    """Models of some widths, made to be compared with the dense one on held-out batches."""
+    """Models of various widths, compared with the dense one on held-out batches."""
 
     allocator: Allocator
     recipe: Recipe
@@ -36,7 +36,7 @@ class Trials:
 
 
 def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
-    """A model of these widths that shares all tensors it can with the allocator's: for trials."""
+    """A trial model of these widths, which shares all tensors it can with the allocator's model."""
     model, sites, stats = allocator.model, allocator.sites, allocator.stats
     paths, nested = found.paths, allocator.nested
     pairs = pairs_of_all(sites, found.widths, stats, recipe)
@@ -58,7 +58,7 @@ def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
 
 
 def climb(measure: Callable[[float], float], start: float, step: float, limits: tuple[float, float]) -> float:
-    """The least of a function with one valley, in steps: both ways from the start, then on where it falls."""
+    """Where a function with one minimum is smallest, in steps: tries both directions, then continues where it falls."""
     known = {start: measure(start)}
     for direction in (-step, step):
         best = start
@@ -71,14 +71,14 @@ def climb(measure: Callable[[float], float], start: float, step: float, limits: 
                 break
             best = here
         if best != start:
-            break  # it fell this way, so it rises the other
+            break  # it fell in this direction, so it rises in the other
     return min(known, key=lambda share: known[share])
 
 
 def bisect(reaches: Callable[[float], bool], low: float, high: float, steps: int) -> list[float]:
-    """Ask at the middle of [low, high] `steps` times, going lower where it `reaches`; returns what was asked.
+    """Bisect [low, high] in `steps` steps, going lower while the midpoint `reaches`; returns the points tried.
 
-    If the middle always reaches, `low` itself is asked last.
+    If every midpoint reaches, `low` itself is tried last.
     """
     asked: list[float] = []
     bottom = low

@@ -1,4 +1,4 @@
-"""A saved model to other programs: a compact folder comes in, one that needs no corp goes out, compared with it.
+"""Exports to other programs: turns a compact folder into one that does not need corp, and compares the two.
 
 Only storage.folder and cli import it.
 """

@@ -1,4 +1,4 @@
-"""What was written is read by its own library and compared with the pruned model: the proof of an export."""
+"""The verification of an export: the files are read by their own library and compared with the pruned model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def precise(model: nn.Module) -> torch.dtype:
 
 
 def on_cpu(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model itself where it is there already, else a copy."""
+    """The model on the CPU in this dtype: itself if it is there already, otherwise a copy."""
     if all(p.dtype == dtype and p.device.type == "cpu" for p in model.parameters() if p.is_floating_point()):
         return model
     return copy.deepcopy(model).to("cpu", dtype)
 
 
 def largest_difference(model: nn.Module, reread: nn.Module, batch: Any) -> float:
-    """Between the outputs of the two, relative to the largest output; both are run on the CPU, in `precise`."""
+    """The largest difference of the outputs, relative to the largest output; both run on the CPU, in `precise`."""
     dtype = precise(model)
     model, reread = on_cpu(model, dtype), reread.to("cpu", dtype)
     _same_rounding(model, reread)
@@ -40,7 +40,7 @@ def largest_difference(model: nn.Module, reread: nn.Module, batch: Any) -> float
 
 
 def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference of outputs of the same names, each relative to its largest value."""
+    """The largest difference between outputs of the same name, each relative to its largest value."""
     if ours.keys() != theirs.keys() or not ours:
         raise StorageError(f"the pruned model returns {sorted(ours)}, the exported one {sorted(theirs)}")
     worst = 0.0
@@ -64,7 +64,7 @@ def require_agreement(difference: float, dtype: torch.dtype) -> None:
 
 
 def _same_rounding(model: nn.Module, reread: nn.Module) -> None:
-    """Constants that are computed and not saved may be rounded in a model that was cast: that is not to count."""
+    """Copy constants that are computed and not saved, because a cast may have rounded them in one of the models."""
     computed = dict(model.named_buffers())
     for name, buffer in reread.named_buffers():
         ours = computed.get(name)
@@ -77,13 +77,13 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     try:
         with evaluating(model), torch.no_grad():
             made = run(model, batch)
-    except Exception as error:  # the model's own complaint about the inputs
+    except Exception as error:  # the model's own error about the inputs
         raise StorageError(f"the export cannot be checked, {type(model).__name__} does not run: {error}") from error
     return named(made)
 
 
 def named(made: Any) -> dict[str, Tensor]:
-    """What a model returned, as floating-point tensors by name; a lone tensor is called output."""
+    """A model's output as floating-point tensors by name; a single tensor is called output."""
     if isinstance(made, Tensor):
         return {"output": made}
     entries = made if isinstance(made, Mapping) else dict(enumerate(made))

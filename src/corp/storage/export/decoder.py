@@ -1,4 +1,4 @@
-"""A pruned language model as a plain Llama whose MLPs have widths of their own: what GGUF and vLLM folders are made of.
+"""A pruned language model as a plain Llama with a width per MLP: the basis of GGUF files and vLLM folders.
 
 Both formats know this architecture as Deci's. Models that compute anything else are refused by name.
 """
@@ -42,7 +42,7 @@ LAYERS = "model.layers"
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes and tensors of a decoder; `state` has Llama's names and no padding but that of `heads`."""
+    """Sizes and tensors of a decoder; `state` has Llama's names and no padding except that of `heads`."""
 
     config: dict[str, Any]  # of the dense model
     heads: Heads
@@ -51,7 +51,7 @@ class Decoder:
     base: float  # of the rotary frequencies
     factors: tuple[float, ...]  # they are divided by these
     state: dict[str, Tensor]  # without an output head if that is the embedding
-    padded: bool  # with zeros, because heads of different widths or pairs are written as one width
+    padded: bool  # whether heads of different widths or pairs are padded with zeros to one width
 
     @property
     def plain_rope(self) -> bool:
@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the way it is written."""
+        """What a user should know about how it is written."""
         made = []
         if self.padded:
             made.append(
@@ -76,7 +76,7 @@ class Decoder:
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why this model is no plain Llama; None where it is one."""
+    """Why this model is not a plain Llama; None if it is one."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if name not in FAMILIES:
         known = (reason for family, reason in REASONS.items() if name.startswith(family))
@@ -100,7 +100,7 @@ def decoder_of(model: Any) -> Decoder:
     assert heads is not None
     assert rope is not None
     base = float(rope["rope_theta"])
-    # Logits are divided by sqrt(width), and were by sqrt(dense); yarn multiplies queries and keys by a constant.
+    # Logits are now divided by sqrt(width) instead of sqrt(dense); yarn multiplies queries and keys by a constant.
     factor = math.sqrt(heads.width / heads.dense) * float(model.model.rotary_emb.attention_scaling) ** 2
     state = {"model.embed_tokens.weight": model.model.embed_tokens.weight, "model.norm.weight": model.model.norm.weight}
     if model.lm_head.weight is not model.model.embed_tokens.weight:
@@ -144,7 +144,7 @@ def _mlp(mlp: Any) -> dict[str, Projection]:
 
 
 def _context(model: nn.Module, config: dict[str, Any]) -> int:
-    """The longest sequence; within an attention window it is the same as without one."""
+    """The longest sequence, at most the attention window, within which the window has no effect."""
     longest = int(config["max_position_embeddings"])
     window = config.get("sliding_window")
     types = {getattr(module, "sliding_window", window) for module in attentions(model).values()}

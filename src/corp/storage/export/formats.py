@@ -1,7 +1,7 @@
-"""A model as one traced graph with free batch and sequence axes, in a file: ONNX for its runtime, or PT2 for torch.
+"""A model as one traced graph with free batch and sequence axes, in a file: ONNX for ONNX Runtime, or PT2 for torch.
 
-Nothing here knows a library: inputs are tensors or named tensors, outputs become a tensor or named tensors. Each file
-is read back and compared.
+This does not depend on a model library: inputs and outputs are a tensor or named tensors. Each file is read back and
+compared.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from corp.surgery.attention import true_widths
 
 ONNX, PT2 = "onnx", "pt2"
 FILES = {ONNX: "model.onnx", PT2: "model.pt2"}
-INPUT = "input"  # what the input of a model that takes a lone tensor is called
+INPUT = "input"  # the input's name if a model takes a single tensor
 MASK, IDS, TYPES = "attention_mask", "input_ids", "token_type_ids"
-SEQUENCES = (IDS, MASK, TYPES, "decoder_input_ids", "encoder_hidden_states")  # whose second axis is the sequence
-TRACED = 2  # samples: one would be taken for a constant
+SEQUENCES = (IDS, MASK, TYPES, "decoder_input_ids", "encoder_hidden_states")  # their second axis is the sequence
+TRACED = 2  # samples: a size of one would become a constant
 BATCH, SEQUENCE = "batch", "sequence"
 
 Inputs = dict[str, Tensor]
@@ -41,11 +41,11 @@ Inputs = dict[str, Tensor]
 def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> float | None:
     """Write `model` into `folder` as FILES[target], read it back, compare: the largest difference.
 
-    `batch` is a small one that the model takes. None comes back where nothing is installed that runs the file.
+    `batch` is a small one that the model accepts. Returns None if nothing is installed that runs the file.
     """
     if target not in FILES:
         raise StorageError(f"{target!r} is not one of {', '.join(FILES)}")
-    # Few ONNX runtimes have kernels for another.
+    # Few ONNX runtimes have kernels for other dtypes.
     dtype = torch.float32 if target == ONNX else next(model.parameters()).dtype
     model = on_cpu(model, dtype)
     inputs = move(inputs_for(model, batch), torch.device("cpu"), dtype)
@@ -62,7 +62,7 @@ def write_format(model: nn.Module, folder: Path, target: str, batch: Any) -> flo
         difference = _checked(model, reread, inputs)
     else:
         require_packages("onnx", "onnxscript")
-        with true_widths():  # no runtime here has a kernel that would want them padded
+        with true_widths():  # no runtime here has a kernel that needs padding
             program = trace(model, inputs)
         _write_onnx(program, path, inputs)
         if find_spec("onnxruntime") is None:
@@ -100,7 +100,7 @@ def _checked(model: nn.Module, reread: Any, inputs: Inputs) -> float:
             expected = named(plain(*args, **kwargs))
             try:
                 found = named(reread(*args, **kwargs))
-            except Exception as error:  # the runtime's own complaint
+            except Exception as error:  # the runtime's own error
                 shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
                 raise StorageError(f"the exported model does not run for {shapes}: {first_line(error)}") from error
         worst = max(worst, apart(expected, found))
@@ -108,7 +108,7 @@ def _checked(model: nn.Module, reread: Any, inputs: Inputs) -> float:
 
 
 def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
-    tree = program.call_spec.out_spec  # in the order of the graph, the keys of the dict that Graph returns
+    tree = program.call_spec.out_spec  # the keys of the dict that Graph returns, in the order of the graph
     outputs = list(tree.context) if tree is not None and tree.type is dict else ["output"]
     try:
         with quiet():
@@ -120,14 +120,14 @@ def _write_onnx(program: ExportedProgram, path: Path, inputs: Inputs) -> None:
         _tidy(path, axis_names(program, inputs))
     except OSError:
         raise
-    except Exception as error:  # an operation that has no counterpart there, for one
+    except Exception as error:  # for example an operation that has no counterpart there
         raise StorageError(f"torch.onnx cannot write the graph: {first_line(error)}") from error
 
 
 def _tidy(path: Path, names: dict[str, str]) -> None:
-    """torch's symbols (s77) in the shapes of inputs and outputs become batch and sequence; inner shapes go.
+    """Rename torch's symbols (s77) in the shapes of inputs and outputs to batch and sequence; remove inner shapes.
 
-    Runtimes infer those themselves, and tools that transpose a weight (ONNX Runtime's quantiser) trip over old ones.
+    Runtimes infer inner shapes, and tools that transpose a weight (ONNX Runtime's quantiser) fail on old ones.
     """
     import onnx
 
@@ -142,13 +142,13 @@ def _tidy(path: Path, names: dict[str, str]) -> None:
 
 
 class _Session:
-    """A model in ONNX Runtime, called like the module that it was."""
+    """A model in ONNX Runtime, called like the original module."""
 
     def __init__(self, path: Path) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors; it warns of initializers that it removed itself
+        options.log_severity_level = 3  # only errors; it warns about initializers that it removes itself
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.names = [output.name for output in self.session.get_outputs()]
 
@@ -159,13 +159,13 @@ class _Session:
 
 
 class Graph(nn.Module):
-    """`model` with plain inputs and outputs, so that a file made of it needs neither its library nor a cache."""
+    """`model` with plain inputs and outputs, so that its exported file needs neither its library nor a cache."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
         self.model = model
         lone = names == [INPUT]
-        # Keys and values of earlier tokens are state; a graph has none.
+        # Keys and values of earlier tokens are state, which a graph does not have.
         fixed = {"use_cache": False} if "use_cache" in _parameters(model) else {}
 
         def forward(*args: Tensor, **inputs: Tensor) -> Any:
@@ -173,7 +173,7 @@ class Graph(nn.Module):
             made = model(inputs[INPUT]) if lone else model(**inputs, **fixed)
             return made if isinstance(made, Tensor) else named(made)
 
-        # torch reads the names of the inputs, and of what a file of the graph takes, off the signature.
+        # torch takes the names of the graph's inputs from the signature.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
         self.forward = forward
@@ -184,7 +184,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def inputs_for(model: nn.Module, batch: Any) -> Inputs:
-    """The inputs by name, with the masks of the texts among them, for as many samples as tracing needs."""
+    """The inputs by name, including the masks of texts, for as many samples as tracing needs."""
     batch = inputs_of(batch)
     inputs = dict(batch) if isinstance(batch, Mapping) else {INPUT: batch}
     if not inputs or not all(isinstance(value, Tensor) and value.dim() for value in inputs.values()):
@@ -198,7 +198,7 @@ def inputs_for(model: nn.Module, batch: Any) -> Inputs:
 
 
 def variants(inputs: Inputs) -> list[Inputs]:
-    """What a graph is checked on: other batch sizes and shorter sequences than it was traced with, some padded."""
+    """The inputs that a graph is checked on: other batch sizes and shorter sequences than in tracing, some padded."""
     found = []
     for samples, share in ((1, 1.0), (TRACED, 1.0), (TRACED + 1, 0.6)):
         made = {name: _samples(value, samples) for name, value in inputs.items()}
@@ -212,7 +212,7 @@ def variants(inputs: Inputs) -> list[Inputs]:
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], Inputs]:
-    """How a graph is called: with a lone tensor as it is, with others by name."""
+    """The arguments of a graph: a single tensor by position, others by name."""
     return ((inputs[INPUT],), {}) if list(inputs) == [INPUT] else ((), inputs)
 
 
@@ -221,7 +221,7 @@ def free_axes(name: str, value: Tensor) -> tuple[int, ...]:
 
 
 def trace(model: nn.Module, inputs: Inputs) -> ExportedProgram:
-    """The graph of `model` for any batch size and sequence length that it takes."""
+    """The graph of `model` for any batch size and sequence length that it supports."""
     free = {name: dict.fromkeys(free_axes(name, value), Dim.DYNAMIC) for name, value in inputs.items()}
     try:
         with evaluating(model), torch.no_grad(), quiet():
@@ -234,7 +234,7 @@ def trace(model: nn.Module, inputs: Inputs) -> ExportedProgram:
 
 
 def axis_names(program: ExportedProgram, inputs: Inputs) -> dict[str, str]:
-    """Symbols of the program's free axes, and what people call them: equal ones have one name."""
+    """Symbols of the program's free axes, and their readable names; equal axes have one name."""
     shapes = [
         node.meta["val"].shape for node in program.graph.nodes if node.name in program.graph_signature.user_inputs
     ]
@@ -249,7 +249,7 @@ def axis_names(program: ExportedProgram, inputs: Inputs) -> dict[str, str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns of its own future while it traces and writes, and logs pages about errors that it raises as well."""
+    """Silence torch's warnings about its own future, and its log of errors that it raises as well."""
     log = logging.getLogger("torch")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -267,5 +267,5 @@ def first_line(error: Exception) -> str:
 
 
 def _samples(value: Tensor, count: int) -> Tensor:
-    """`count` samples of a batch, over again where it has fewer."""
+    """`count` samples of a batch, repeated if it has fewer."""
     return value[torch.arange(count, device=value.device) % len(value)]

@@ -23,7 +23,7 @@ FILE = "model.gguf"
 QUANTS = ("f32", "f16", "bf16", "q8_0")
 DEFAULTS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f32"}
 BLOCK = 32  # q8_0 quantises this many weights of a row together; rows of other lengths stay f16
-# Of the largest log-probability. Eight bits are coarse; a wrong permutation is off by more than 1.
+# Relative to the largest log-probability. Eight bits are coarse; a wrong permutation is off by more than 1.
 TOLERANCE = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's types of tokens
 LLAMA_3 = (
@@ -35,7 +35,7 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How a text is cut before merging: what tokenizer.json says, and llama.cpp's name for it.
+# How a text is split before merging: the rule in tokenizer.json, and llama.cpp's name for it.
 SPLITS = {LLAMA_3: "llama-bpe", LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2", TEKKEN: "tekken"}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -43,7 +43,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 def export_gguf(
     model: nn.Module, decoder: Decoder, library: Library, folder: Path, name: str, sources: list[str], quant: str | None
 ) -> Written:
-    """Write `decoder`, which the pruned `model` is, into `folder`, which will be called `name`; run it, and compare."""
+    """Write the pruned `model`, given as `decoder`, into `folder`, whose final name is `name`; run it and compare."""
     require_gguf(quant)
     quant = quant or DEFAULTS[next(model.parameters()).dtype]
     tokenizer, companions = _tokenizer(decoder, library, sources)
@@ -51,13 +51,13 @@ def export_gguf(
     write_gguf(decoder, vocabulary, folder / FILE, name=name, quant=quant)
     tokens = library.example(model)["input_ids"][0]
     logits = outputs(on_cpu(model, precise(model)), {"input_ids": tokens[None]})["logits"]
-    expected = logits[0, -1].float().log_softmax(-1)  # (vocabulary,), of the token behind them
+    expected = logits[0, -1].float().log_softmax(-1)  # (vocabulary,), of the next token
     difference = check_gguf(folder / FILE, tokens.tolist(), expected, quant)
     return Written(lambda path: f"llama-server -m {path}/{FILE}", decoder.params, difference, companions, decoder.notes)
 
 
 def write_gguf(decoder: Decoder, vocabulary: dict[str, Any], path: Path, *, name: str, quant: str) -> None:
-    """Write one file with weights, sizes and tokenizer; `vocabulary` is what vocabulary_of gives."""
+    """Write one file with weights, sizes and tokenizer; `vocabulary` comes from vocabulary_of."""
     gguf = _library()
     writer = gguf.GGUFWriter(path, "deci", use_temp_file=True)  # a large model fits on disk, not twice in memory
     _write_sizes(writer, decoder, name)
@@ -80,7 +80,7 @@ def write_gguf(decoder: Decoder, vocabulary: dict[str, Any], path: Path, *, name
 def require_gguf(quant: str | None) -> None:
     """Refuse an unknown precision, or a Python without the package, before anything is loaded."""
     if quant is not None and quant not in QUANTS:
-        raise StorageError(f"quant={quant!r} is not one of {', '.join(QUANTS)}; llama-quantize makes all others of f16")
+        raise StorageError(f"quant={quant!r} is not one of {', '.join(QUANTS)}; llama-quantize makes others from f16")
     _library()
 
 
@@ -139,7 +139,7 @@ def _tensors(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def _interleaved(name: str, tensor: Tensor, decoder: Decoder) -> Tensor:
-    """Rows of queries and keys as llama.cpp rotates them: (0, 1), (2, 3) … are pairs, not (j, j + width/2)."""
+    """Rows of queries and keys in llama.cpp's order, where (0, 1), (2, 3) … are pairs, not (j, j + width/2)."""
     counts = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     count = counts.get(name.split(".")[-2])
     if count is None:
@@ -150,14 +150,14 @@ def _interleaved(name: str, tensor: Tensor, decoder: Decoder) -> Tensor:
 
 
 def _stored_as(tensor: Tensor, quant: str) -> str:
-    """Norms, biases and rotary factors are float32; rows that q8_0 cannot cut are f16."""
+    """The type of a tensor: norms, biases and rotary factors are float32; rows that q8_0 cannot divide are f16."""
     if tensor.dim() < 2:
         return "F32"
     return "F16" if quant == "q8_0" and tensor.shape[-1] % BLOCK else quant.upper()
 
 
 def _tokenizer(decoder: Decoder, library: Library, sources: list[str]) -> tuple[Any, list[str]]:
-    """The tokenizer that goes into the file, and the names of the files that it was in."""
+    """The tokenizer for the file, and the names of the files that it came from."""
     from corp.adapters import hf_models  # transformers is imported only when one of its models is written
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -170,9 +170,9 @@ def _tokenizer(decoder: Decoder, library: Library, sources: list[str]) -> tuple[
 
 
 def vocabulary_of(tokenizer: Any, size: int) -> dict[str, Any]:
-    """What a GGUFWriter has to be told of a fast tokenizer: an argument for each of its methods add_*.
+    """The description of a fast tokenizer for a GGUFWriter: an argument for each of its methods add_*.
 
-    The vocabulary is filled up with unused tokens to the `size` of the model's embedding.
+    The vocabulary is padded with unused tokens to the `size` of the model's embedding.
     """
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model = content["model"]
@@ -218,7 +218,7 @@ def _tokens(content: dict[str, Any], size: int, fallback: bool) -> tuple[list[st
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """SentencePiece joins what makes the token of the highest score; here that is the earliest merge."""
+    """Scores by which SentencePiece, which prefers the highest, applies the earliest merge first."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault(pair.replace(" ", "", 1), rank)
@@ -226,7 +226,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _split_name(pre: dict[str, Any] | None) -> str:
-    """llama.cpp's name for the way that a byte-level tokenizer cuts texts."""
+    """llama.cpp's name for how a byte-level tokenizer splits texts."""
     steps = (pre or {}).get("pretokenizers", [pre or {}])
     kinds = [step.get("type") for step in steps]
     regex = next((step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"), None)
@@ -244,7 +244,7 @@ def _split_name(pre: dict[str, Any] | None) -> str:
 
 
 def _prepends(content: dict[str, Any]) -> bool:
-    """Whether a text gets a space in front."""
+    """Whether the tokenizer prepends a space to texts."""
     normalizer, pre = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
     steps = [*normalizer.get("normalizers", [normalizer]), *pre.get("pretokenizers", [pre])]
     return any(

@@ -1,7 +1,7 @@
-"""A GGUF file run by llama.cpp, out of the package xllamacpp: the proof of a GGUF export.
+"""Runs a GGUF file with llama.cpp, from the package xllamacpp, to verify a GGUF export.
 
-It stands alone and runs in a process of its own (`python llama_cpp.py FILE TOKEN …` prints the log-probabilities of
-the next token as JSON), because llama.cpp ends its process when a file is wrong.
+It has no dependencies on corp and runs in a separate process (`python llama_cpp.py FILE TOKEN …` prints the
+log-probabilities of the next token as JSON), because llama.cpp ends its process if a file is invalid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-ALL = 1 << 24  # more than any vocabulary has
+ALL = 1 << 24  # more than the tokens of any vocabulary
 
 
 def available() -> bool:
@@ -22,7 +22,7 @@ def available() -> bool:
 
 
 def next_log_probabilities(file: Path, tokens: list[int]) -> list[float]:
-    """Log-probabilities of every token behind `tokens`, computed in another process, which may fail (RuntimeError)."""
+    """Log-probabilities of every token after `tokens`, computed in another process, which may fail (RuntimeError)."""
     command = [sys.executable, "-P", __file__, str(file), *map(str, tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -46,7 +46,7 @@ class Llama:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server: Any = xllamacpp.Server(params)
-        self._plain: list[int] = []  # a token that llama.cpp tells of
+        self._plain: list[int] = []  # a token that llama.cpp reports
 
     def complete(self, tokens: list[int], count: int, **options: Any) -> dict[str, Any]:
         """llama.cpp's answer to a greedy completion of `count` tokens."""
@@ -57,8 +57,8 @@ class Llama:
         return made
 
     def likeliest(self, tokens: list[int], count: int) -> list[tuple[int, float]]:
-        """The `count` likeliest tokens behind `tokens`, with their log-probabilities."""
-        # What is drawn does not matter here, but llama.cpp tells nothing of pieces of a UTF-8 character.
+        """The `count` likeliest tokens after `tokens`, with their log-probabilities."""
+        # The drawn token does not matter here, but llama.cpp reports nothing for parts of a UTF-8 character.
         found = next(filter(None, (self._told(tokens, drawn, count) for drawn in (*self._plain, *tokens))), None)
         if found is None:
             raise RuntimeError("llama.cpp: no token of the prompt is a piece of text")
@@ -66,16 +66,16 @@ class Llama:
         return [(one["id"], float(one["logprob"])) for one in found["top_logprobs"]]
 
     def distribution(self, tokens: list[int]) -> list[float]:
-        """The log-probability of every token behind `tokens`, by id."""
+        """The log-probability of every token after `tokens`, by id."""
         values = [value for _, value in sorted(self.likeliest(tokens, ALL))]
-        # llama.cpp normalises in float32, where thousands of small numbers do not add up.
+        # llama.cpp normalises in float32, where a sum of thousands of small numbers is inexact.
         total = math.log(math.fsum(map(math.exp, values)))
         return [value - total for value in values]
 
     def _told(self, tokens: list[int], drawn: int, count: int) -> dict[str, Any] | None:
-        """What llama.cpp reports of one step that draws the token `drawn`; None where it holds that back.
+        """What llama.cpp reports for one step that draws the token `drawn`; None if it withholds that.
 
-        The bias decides what is drawn; the probabilities that are reported do not know of it.
+        A bias decides what is drawn; it does not change the reported probabilities.
         """
         made = self.complete(tokens, 1, logit_bias=[[drawn, 1e6]], logprobs=count, n_probs=count)
         told = made["choices"][0]["logprobs"]

@@ -1,8 +1,8 @@
-"""Narrowed weights back in the shapes they came from, with zeros where something was removed.
+"""Narrowed weights padded back to their dense shapes, with zeros where something was removed.
 
-Zeros change nothing: a hidden channel whose column in the second linear is zero does not count, and neither does a
-dimension that is zero in all queries and keys. Where a narrowed weight belongs is found by shrinking, with the very
-code that pruned, a model whose weights are their own positions; so this file knows of no packing or transposition.
+Zeros change nothing: a hidden channel whose column in the second linear layer is zero has no effect, nor has a
+dimension that is zero in all queries and keys. The positions of narrowed weights are found by pruning, with the same
+code, a model whose weights are their own positions; so this file need not know about packing or transposition.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from corp.surgery.experts import opens
 
 
 def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
-    """The weights of `model`, which the plans made, in the shapes of `frame`, on the CPU.
+    """The weights of `model`, pruned by the plans, in the shapes of `frame`, on the CPU.
 
-    `frame` is the model before the plans, on the meta device; its modules are replaced along the way. Parameters
+    `frame` is the model before the plans, on the meta device; its modules are replaced on the way. Parameters
     that it has and `model` lacks (biases that were added to it) are zero.
     """
     experts = [f"{name}." for name, module in frame.named_modules() if opens(module)]
@@ -50,7 +50,7 @@ def pad(model: nn.Module, frame: nn.Module, plans: Sequence[Plan]) -> dict[str, 
 
 
 def _origins(frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
-    """For every parameter that the plans narrow: where in the flattened dense one each of its elements was."""
+    """For every parameter that the plans narrow, the positions of its elements in the flattened dense one."""
     found: dict[str, Tensor] = {}
     for names in _together(frame, plans):
         steps = [replace(plan, sites=tuple(s for s in plan.sites if s.name in names)) for plan in plans]
@@ -66,7 +66,7 @@ def _origins(frame: nn.Module, plans: Sequence[Plan]) -> dict[str, Tensor]:
 
 
 def _together(frame: nn.Module, plans: Sequence[Plan]) -> list[list[str]]:
-    """The names of all planned sites, those of one module together: they are narrowed at once."""
+    """The names of all planned sites, grouped by module, because a module's sites are narrowed at once."""
     sites = find_sites(frame)
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(site.name for plan in plans for site in plan.sites):

@@ -27,13 +27,13 @@ from corp.storage.export.vllm_folder import VLLM
 from corp.surgery.opened import open_up
 
 TRANSFORMERS, TIMM = "transformers", "timm"
-# What a recipe can be made for, and its target.
+# The programs that a recipe can be made for, and their targets.
 PROGRAMS = {TRANSFORMERS: "hf", TIMM: TIMM, VLLM: VLLM, GGUF: GGUF, ONNX: ONNX}
-Reasons: TypeAlias = dict[str, str | None]  # by target, why not; None where it can be
+Reasons: TypeAlias = dict[str, str | None]  # by target, why it is impossible; None if it is possible
 
 
 class Exports:
-    """Where a model can go, pruned in one way or another; its sites are given, or found on a copy without weights.
+    """The possible exports of a model under a plan or recipe; sites are given, or found on a copy without weights.
 
     Targets are the model's own library, "hf" or "timm" (the profile standard), "compat", the same padded to the dense
     shapes, and the others of `corp export --to`.
@@ -49,17 +49,17 @@ class Exports:
         self.rebuild = adapter.rebuild if adapter else None
 
     def of(self, plan: Plan) -> Reasons:
-        """The targets of the model pruned by `plan`."""
+        """The export targets of the model pruned by `plan`."""
         widths = {site.name: site.width for site in self.sites.mlp}
         widths |= {site.name: site.keep for site in plan.sites if site.kind == "mlp"}
         intercepts = {site.name for site in plan.sites if site.intercept}
         return self._targets(widths, intercepts, plan.output is not None, self._normed(s.name for s in plan.sites))
 
     def under(self, recipe: Recipe) -> Reasons:
-        """The targets of what the recipe may lead to, before there is a plan."""
+        """The export targets of the models that the recipe may lead to, before there is a plan."""
         narrower = self._narrower(recipe)
         widths = {site.name: narrower.get(site.name, site.width) for site in self.sites.mlp}
-        if recipe.has_target and recipe.allocate != UNIFORM:  # they may all differ; that two do is enough
+        if recipe.has_target and recipe.allocate != UNIFORM:  # all may differ; two different ones are enough here
             widths |= {site.name: site.width for site in self.sites.mlp[:1]}
         intercepts = {
             site.name
@@ -71,11 +71,11 @@ class Exports:
         return self._targets(widths, intercepts, self._may_factor(recipe), self._normed(narrower))
 
     def recipe_for(self, program: str, recipe: Recipe) -> Recipe:
-        """The recipe with options that `program` ("transformers", "timm", "vllm", "gguf" or "onnx") can hold.
+        """The recipe with options that `program` ("transformers", "timm", "vllm", "gguf" or "onnx") supports.
 
         For transformers and timm all layers get one width, and tokens are not merged. Heads get one width and the
-        same rotary pairs; where the format has no narrower heads, a target leaves them alone. What still cannot be
-        held is an error.
+        same rotary pairs; if the format has no narrower heads, a target does not prune them. Anything else that the
+        program does not support is an error.
         """
         if program not in PROGRAMS:
             raise StorageError(f"{program!r} is not one of {', '.join(PROGRAMS)}")
@@ -94,11 +94,11 @@ class Exports:
         return recipe
 
     def fits(self, program: str, recipe: Recipe) -> bool:
-        """Whether there are options that the program can hold."""
+        """Whether there are options that the program supports."""
         return _reason(lambda: self.recipe_for(program, recipe)) is None
 
     def pads_heads(self, target: str, recipe: Recipe) -> bool:
-        """Whether the recipe narrows heads that come out padded in this target."""
+        """Whether the recipe narrows heads that are padded in this target."""
         narrower = self._narrower(recipe)
         if target in (ONNX, PT2) or all(site.kind == "mlp" or site.name not in narrower for site in self.sites):
             return False
@@ -107,7 +107,7 @@ class Exports:
         return target == COMPAT or not (alike and self._holds_heads(target))
 
     def _holds_heads(self, target: str) -> bool:
-        """Whether the target holds heads that are narrower, all alike."""
+        """Whether the target supports narrower heads of one width."""
         if not len(self.sites.attention) == len(self.sites.values) > 0 or any(s.norm for s in self.sites.attention):
             return False
         return why_not(self.model) is None if target in (VLLM, GGUF) else self._library_holds_heads
@@ -122,13 +122,13 @@ class Exports:
         """The widths of the sites that the recipe narrows; under a target, half of them."""
         asked = recipe
         if recipe.has_target:
-            even = recipe.allocate == UNIFORM and not recipe.equal_heads  # then values are left alone
+            even = recipe.allocate == UNIFORM and not recipe.equal_heads  # then values are not pruned
             asked = recipe.with_shares(mlp=0.5, attn=0.5, vo=recipe.vo if even else 0.5)
         found = {site.name: (site.width, width_of(site, self.sites, asked)) for site in self.sites}
         return {name: keep for name, (width, keep) in found.items() if keep < width}
 
     def _may_factor(self, recipe: Recipe) -> bool:
-        """Whether the output head may be factored: under a target that this can help with, unless the recipe says."""
+        """Whether the output head may be factored: if the recipe says so, or under a target that this helps."""
         head = self.sites.output
         if head is None or recipe.output is not None:
             return head is not None and bool(recipe.output)
@@ -141,7 +141,7 @@ class Exports:
         return not normed.isdisjoint(names)
 
     def _targets(self, widths: Mapping[str, int], intercepts: set[str], factored: bool, normed: bool) -> Reasons:
-        """What decides: widths of MLPs, sites whose compensation needs a bias, a factored output head, QK-norm."""
+        """The reasons by target, from widths of MLPs, sites whose compensation needs a bias, output head, QK-norm."""
         library = self.library
         if library is None or self.identity is None:
             reason = "no library that corp writes for can rebuild this model from its name or config"
@@ -158,7 +158,7 @@ class Exports:
         }
 
     def _new_biases(self, intercepts: set[str]) -> set[str]:
-        """The biases that compensation will make where the dense model has none."""
+        """The biases that compensation will add to the dense model."""
         pruned = [site for site in self.sites if site.name in intercepts and not isinstance(site, AttentionSite)]
         return {f"{site.down}.bias" for site in pruned if projection_at(self.model, site.down).bias is None}
 

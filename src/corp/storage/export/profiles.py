@@ -35,11 +35,11 @@ from corp.surgery.norms import NarrowNorm
 STANDARD, COMPAT = "standard", "compat"
 Make: TypeAlias = Callable[[dict[str, Any]], nn.Module]
 PROFILES = (STANDARD, COMPAT)
-LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> what its format is called here
+LIBRARY_TARGETS = {"timm": "timm", "transformers": "hf"}  # a library -> the name of its format here
 
 
 def beyond(target: str, *, factored: bool, normed: bool) -> str | None:
-    """Why `target` cannot hold a factored output head, or heads that were narrowed under QK-norm; None without them."""
+    """Why `target` cannot store a factored output head, or heads narrowed under QK-norm; None without them."""
     if factored:
         what, remedy = "this model has a low-rank output head, which {} cannot hold", "output=0"
     elif normed:
@@ -51,14 +51,14 @@ def beyond(target: str, *, factored: bool, normed: bool) -> str | None:
 
 
 def refuse_beyond(model: nn.Module, target: str) -> None:
-    """Refuse what only corp's own folders, ONNX and PT2 hold."""
+    """Refuse what only corp's own folders, ONNX and PT2 can store."""
     normed = any(isinstance(module, NarrowNorm) for module in model.modules())
     if reason := beyond(target, factored=any(plan.output for plan in history(model)), normed=normed):
         raise StorageError(reason)
 
 
 def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model without token merging, which no library's own format can hold, and a note on what that costs."""
+    """The model without token merging, which no library's own format can store, and a note on what that costs."""
     plans = history(model)
     if not any(plan.merging for plan in plans):
         return model, ()
@@ -78,7 +78,7 @@ def without_merging(model: nn.Module, library: Library) -> tuple[nn.Module, tupl
 
 
 def holds_narrower_heads(model: nn.Module, width: int, library: Library, identity: dict[str, Any]) -> bool:
-    """Whether the standard profile can say that all heads, which are `width` wide in the dense model, are narrower."""
+    """Whether the standard profile can express that all heads, `width` wide in the dense model, are narrower."""
     common = common_heads(model)
     if common is None:
         exact = precise(model) == next(model.parameters()).dtype  # see _one_head_width
@@ -96,11 +96,11 @@ def write_profile(
     model, notes = without_merging(model, library)
     identity: dict[str, Any] = (base or {})["identity"]
     plans, biases, factor = history(model), _new_biases(model, _build(make, identity)), 1.0
-    rotary: dict[str, Tensor] = {}  # attentions whose heads the config can say, all of one width
+    rotary: dict[str, Tensor] = {}  # attentions whose heads, all of one width, the config can express
     if profile == STANDARD:
         widths = {site.name: site.width for site in find_sites(model).mlp}
         identity = library.resize(identity, widths, bool(biases))
-        said = {"mlp"}  # their config says the width: nothing to pad there
+        said = {"mlp"}  # the config states their width, so they are not padded
         width, common = _one_head_width(model), common_heads(model)
         if common is not None and common.narrower:
             rope = _rope(model, common)
@@ -117,7 +117,7 @@ def write_profile(
     assign(target, {**pad(model, _build(make, identity), plans), **rotary})
     _scale_queries(target, factor)
     library.write(target.eval(), identity, folder)
-    # Scaled queries are rounded once more than the pruned model's: in half precision that shows.
+    # Scaled queries are rounded once more than the pruned model's, which is visible in half precision.
     rounded = next(model.parameters()).dtype if rotary else precise(model)
     difference = largest_difference(model, library.read(identity, folder, precise(model)), library.example(model))
     require_agreement(difference, rounded)
@@ -128,7 +128,7 @@ def write_profile(
 def _one_head_width(model: nn.Module) -> int | None:
     """The width that queries, keys and values of all attentions have, if there is one.
 
-    Not in half precision: the library's own temperature is then made up for by a factor that rounds.
+    None in half precision, where the factor that corrects the library's own temperature would be rounded.
     """
     sites = find_sites(model)
     widths = {site.width for site in sites.attention} | {site.width for site in sites.values}
@@ -144,12 +144,12 @@ def _scale_queries(model: nn.Module, factor: float) -> None:
         linear: Any = model.get_submodule(site.q.module)
         for parameter in (linear.weight, linear.bias):
             if parameter is not None:
-                parameter.data = parameter.data.clone()  # it is the pruned model's own
+                parameter.data = parameter.data.clone()  # it belongs to the pruned model
                 parameter.data[site.q.index] *= factor
 
 
 def _rope(model: nn.Module, heads: Heads) -> dict[str, Any] | None:
-    """The rotary parameters of the pairs that are left, where the library has such: see rotary.longrope."""
+    """The rotary parameters of the kept pairs, if the library supports them: see rotary.longrope."""
     config = model.config.to_dict()  # type: ignore[operator, union-attr]
     rope = static_rope(config)
     if rope is None or rope.get("rope_type") == "yarn" or not hasattr(attentions(model).popitem()[1], "q_proj"):
@@ -159,7 +159,7 @@ def _rope(model: nn.Module, heads: Heads) -> dict[str, Any] | None:
 
 
 def library_for(base: dict[str, Any] | None) -> tuple[Library, Make]:
-    """The library that the model is of, and how to build models of it."""
+    """The model's library, and how to build models of it."""
     adapter = (base or {}).get("adapter")
     library = library_of(str(adapter))
     if base is None or library is None or not isinstance(base.get("identity"), dict):
@@ -176,13 +176,13 @@ def _build(make: Make, identity: dict[str, Any], device: str = "meta") -> nn.Mod
 
 
 def _new_biases(model: nn.Module, dense: nn.Module) -> list[str]:
-    """Parameters that the dense architecture does not have: biases that compensation made."""
+    """Parameters that the dense architecture does not have: biases added by compensation."""
     known = set(dense.state_dict())
     return [name for name, _ in model.named_parameters() if name not in known]
 
 
 def refuse_biases(biases: set[str], library: Library, profile: str) -> None:
-    """An error where compensation made biases that the profile cannot hold."""
+    """Raise an error if compensation added biases that the profile cannot store."""
     if biases:
         other = " (the standard profile may hold it)" if profile == COMPAT else ""
         raise StorageError(

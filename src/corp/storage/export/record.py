@@ -1,4 +1,4 @@
-"""What an export is: how it is loaded, how far it is from the pruned model, and the files that say so."""
+"""The record of an export: how it is loaded, how far it is from the pruned model, and its model card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORD, CARD = "corp-export.json", "README.md"
 
 
 class Written(NamedTuple):
-    """What a target's own code says of the files that it wrote."""
+    """What a target's writer reports about its files."""
 
     load: Callable[[str], str]  # the lines that load them, from the name of their folder
     params: int
@@ -26,23 +26,23 @@ class Written(NamedTuple):
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: by whom it is loaded, and how far its outputs are from the pruned model's."""
+    """What was written: how it is loaded, and how far its outputs are from the pruned model's."""
 
     target: str
-    profile: str | None  # of the targets that are a library's own
+    profile: str | None  # of targets that are a library's own format
     library: str
     load: str  # the lines that load it
     params: tuple[int, int]  # of the pruned model, and as written
-    difference: float | None  # the largest, relative to the largest output; None where it could not be checked
+    difference: float | None  # the largest, relative to the largest output; None if it could not be checked
     companions: tuple[str, ...]
-    notes: tuple[str, ...] = ()  # what is not as one would expect: padding, what was not run
+    notes: tuple[str, ...] = ()  # anything unexpected: padding, checks that were not run
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "params": {"pruned": self.params[0], "written": self.params[1]}}
 
 
 def write_record(folder: Path, name: str, made: Exported, record: dict[str, Any], plans: Sequence[Plan]) -> None:
-    """corp-export.json for machines, and a model card; `name` is what the folder will be called."""
+    """Write corp-export.json for programs, and a model card; `name` is the folder's final name."""
     content = {"format": "corp-export", "version": 1, "corp": __version__, **made.to_dict(), **record}
     content["plans"] = [plan.to_dict() for plan in plans]
     write_json(folder / RECORD, content)

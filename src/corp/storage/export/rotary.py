@@ -1,7 +1,7 @@
-"""Rotary heads of one width for the whole model: all that plain transformers, vLLM and llama.cpp can hold.
+"""Rotary heads of one width for the whole model, as plain transformers, vLLM and llama.cpp require.
 
 Layers of a pruned model may keep different rotary pairs and value widths. Written with the union of all kept pairs,
-every head has the same frequencies, and zeros where it kept fewer. If the union is every pair, that is the dense width.
+every head has the same frequencies, and zeros where it kept fewer. If the union contains every pair, heads are dense.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATIC = ("default", "linear", "llama3", "yarn")  # rope types whose frequencies
 
 
 class Heads(NamedTuple):
-    """The heads of all layers as they are written: `width` of `dense` dimensions, for queries, keys and values."""
+    """The heads of all layers in an export: `width` of `dense` dimensions, for queries, keys and values."""
 
     dense: int
     width: int
@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
 
 def attentions(model: nn.Module) -> dict[str, Any]:
-    """The attentions of a decoder with rotary positions, by name; none if one of them is of another kind."""
+    """The attentions of a decoder with rotary positions, by name; empty if one of them is of another kind."""
     found = {name: module for name, module in model.named_modules() if name.endswith(".self_attn")}
     plain = all(hasattr(m, "o_proj") and (hasattr(m, "q_proj") or hasattr(m, "qkv_proj")) for m in found.values())
     rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
@@ -39,7 +39,7 @@ def attentions(model: nn.Module) -> dict[str, Any]:
 
 
 def common_heads(model: nn.Module) -> Heads | None:
-    """The narrowest heads that hold those of all layers; None for a model that is no rotary decoder."""
+    """The narrowest heads that can hold those of all layers; None if the model is not a rotary decoder."""
     found = attentions(model)
     if not found:
         return None
@@ -65,7 +65,7 @@ def rope_factors(model: Any, heads: Heads, base: float) -> list[float]:
 
 
 def longrope(base: float, factors: Sequence[float], context: int) -> dict[str, Any]:
-    """One list of divisors for short and long sequences, and no factor on the attention."""
+    """Rope parameters with one list of divisors for short and long sequences, and an attention factor of 1."""
     return {
         "rope_type": "longrope",
         "rope_theta": base,
@@ -119,7 +119,7 @@ def named(name: str, projection: Projection) -> dict[str, Tensor]:
 
 
 def static_rope(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The rope parameters of a config, where they are one set for all layers and sequence lengths; else None."""
+    """The rope parameters of a config if all layers and sequence lengths share them, otherwise None."""
     rope = config.get("rope_parameters")
     flat = isinstance(rope, dict) and rope.get("rope_type", "default") in STATIC and "rope_theta" in rope
     whole = flat and (rope or {}).get("partial_rotary_factor", 1.0) == 1.0
@@ -154,7 +154,7 @@ def _split(attention: Any) -> dict[str, Projection]:
 
 
 def _placed(projection: Projection, kept: Tensor, heads: Heads) -> Projection:
-    """Rows of kept pairs (H, m), halves apart, at the places of these pairs among the written ones."""
+    """Rows of kept pairs (H, m), in separate halves, at the positions of these pairs among the written ones."""
     slots = torch.searchsorted(torch.tensor(heads.pairs), kept)
     rows = torch.cat([slots, slots + len(heads.pairs)], 1)  # (H, 2m)
 
@@ -167,7 +167,7 @@ def _placed(projection: Projection, kept: Tensor, heads: Heads) -> Projection:
 
 
 def _grown(tensor: Tensor, heads: int, width: int, dim: int) -> Tensor:
-    """Zeros behind the dimensions of every head along `dim`."""
+    """Pad the dimensions of every head with zeros along `dim`."""
     split = tensor.unflatten(dim, (heads, -1))
     zeros = split.new_zeros(*split.shape[: dim + 1], width - split.shape[dim + 1], *split.shape[dim + 2 :])
     return torch.cat([split, zeros], dim + 1).flatten(dim, dim + 1)

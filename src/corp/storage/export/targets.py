@@ -1,4 +1,4 @@
-"""Where a pruned model can go: its own library (two profiles), ONNX, PT2, vLLM, llama.cpp."""
+"""The export targets of a pruned model: its own library (two profiles), ONNX, PT2, vLLM, llama.cpp."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOADED_BY |= {ONNX: "onnxruntime", PT2: "torch", GGUF: "llama.cpp", VLLM: "vllm"
 def choose(
     base: dict[str, Any] | None, target: str | None, profile: str | None, quant: str | None = None
 ) -> tuple[str, str | None]:
-    """Target and profile for the model that `base` names, from what was asked for; what cannot be is refused."""
+    """Target and profile of a request for the model that `base` names; impossible requests are refused."""
     if target is not None and target not in TARGETS:
         raise StorageError(f"to={target!r} is not one of {', '.join(TARGETS)}")
     if quant is not None and target != GGUF:
@@ -60,10 +60,10 @@ def write(
     record: dict[str, Any],
     quant: str | None = None,
 ) -> Exported:
-    """Write the pruned `model` into `folder`, which will be called `path`, read it back, and compare.
+    """Write the pruned `model` into `folder`, whose final name is `path`, read it back, and compare.
 
-    `base` is how its dense architecture is rebuilt, `chosen` what `choose` gave. Tokenizer and preprocessing come from
-    the first of `sources` that has them.
+    `base` tells how to rebuild its dense architecture, `chosen` comes from `choose`. Tokenizer and preprocessing are
+    taken from the first of `sources` that has them.
     """
     target, profile = chosen
     name, library = path.resolve().name, library_of(str((base or {}).get("adapter")))
@@ -82,7 +82,7 @@ def write(
     load, params = written.load(str(path)), (count_params(model), written.params)
     companions = tuple(written.companions)
     made = Exported(target, profile, LOADED_BY[target], load, params, written.difference, companions, written.notes)
-    shown = replace(made, load=written.load(name))  # the folder may move: on record is its name alone
+    shown = replace(made, load=written.load(name))  # the folder may move, so only its name is recorded
     write_record(folder, name, shown, record if profile else {"base": base, **record}, history(model))
     return made
 

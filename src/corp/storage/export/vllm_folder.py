@@ -1,7 +1,7 @@
-"""A folder for vLLM: DeciLMForCausalLM, a Llama whose `block_configs` give every layer's MLP a width of its own.
+"""A folder for vLLM: DeciLMForCausalLM, a Llama whose `block_configs` give every layer's MLP its own width.
 
-vLLM has the model, but transformers has no config of this name: a few lines of code in the folder define it, and that
-is what --trust-remote-code is for. The folder is read back here by the same fields, into transformers' own Llama.
+vLLM has the model, but transformers has no config of this name: a few lines of code in the folder define it, which
+requires --trust-remote-code. To verify the folder, the same fields are read back into transformers' own Llama.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from corp.storage.export.rotary import longrope
 
 VLLM = "vllm"
 NOTE = "vLLM itself was not run: the folder was read back, by the fields that vLLM reads, into transformers' Llama"
-MULTIPLE = 256  # programs that know only ffn_mult round the width up to this
+MULTIPLE = 256  # programs that read only ffn_mult round the width up to this
 CODE = "configuration_decilm.py"
 CONFIG_CLASS = '''"""The config of a Llama whose layers have MLPs of different widths."""
 
@@ -53,13 +53,13 @@ COPIED = ("hidden_size", "vocab_size", "rms_norm_eps", "bos_token_id", "eos_toke
 
 
 def export_vllm(model: nn.Module, decoder: Decoder, library: Library, folder: Path, sources: list[str]) -> Written:
-    """Write `decoder`, which the pruned `model` is, into `folder`, read it back, and compare."""
+    """Write the pruned `model`, given as `decoder`, into `folder`, read it back, and compare."""
     from corp.adapters.hf_export import read_deci  # transformers is imported only when one of its models is written
 
     write_vllm(decoder, folder)
     companions = library.companions(sources, folder)
     difference = largest_difference(model, read_deci(folder, precise(model)), library.example(model))
-    # Scaled queries are rounded once more than the pruned model's: in half precision that shows.
+    # Scaled queries are rounded once more than the pruned model's, which is visible in half precision.
     require_agreement(difference, next(model.parameters()).dtype if decoder.heads.narrower else precise(model))
     notes = (*decoder.notes, NOTE)
     return Written(lambda path: f"vllm serve {path} --trust-remote-code", decoder.params, difference, companions, notes)
@@ -71,13 +71,13 @@ def write_vllm(decoder: Decoder, folder: Path) -> None:
     config = config_of(decoder, state)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CODE).write_text(CONFIG_CLASS, encoding="utf-8")
-    # safetensors wants no two tensors of one memory, such as the halves of a packed layer.
+    # safetensors refuses tensors that share memory, such as the halves of a packed layer.
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     write_tensors(folder / "model.safetensors", own, metadata={"format": "pt"})
 
 
 def config_of(decoder: Decoder, state: dict[str, Tensor]) -> dict[str, Any]:
-    """config.json, with the rotary parameters where old and new programs look for them."""
+    """The contents of config.json, with the rotary parameters where old and new programs look for them."""
     rope = rope_of(decoder)
     first = f"{LAYERS}.0"
     return {
@@ -104,7 +104,7 @@ def config_of(decoder: Decoder, state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def blocks_of(decoder: Decoder) -> list[dict[str, Any]]:
-    """What every layer holds. `ffn_mult` comes before the width where it is there, so only where it gives the same."""
+    """The config of every layer. `ffn_mult` takes precedence over the width, so it is written only if both agree."""
     group = decoder.config["num_attention_heads"] // decoder.config["num_key_value_heads"]
     round_ = all(width % MULTIPLE == 0 for width in decoder.mlps)
     blocks = []
@@ -116,13 +116,13 @@ def blocks_of(decoder: Decoder) -> list[dict[str, Any]]:
 
 
 def rope_of(decoder: Decoder) -> dict[str, Any]:
-    """Frequencies by a list of divisors, where they are not the plain ones: transformers and vLLM call it longrope."""
+    """The rope parameters: a list of divisors (called longrope) if frequencies are not the plain ones."""
     plain = {"rope_type": "default", "rope_theta": decoder.base}
     return plain if decoder.plain_rope else longrope(decoder.base, decoder.factors, decoder.context)
 
 
 def complete_biases(decoder: Decoder) -> dict[str, Tensor]:
-    """The weights, with zeros for biases that are missing: one flag says whether all of a kind are there."""
+    """The weights, with zeros for missing biases, because one flag covers all biases of a kind."""
     state = dict(decoder.state)
     for part in ("self_attn", "mlp"):
         linears = [name.removesuffix(".weight") for name in decoder.state if f".{part}." in name and "weight" in name]

@@ -1,5 +1,5 @@
 """Models larger than memory: one block at a time, from a folder of weights to a folder of smaller ones.
 
-Takes a folder of safetensors, batches and a recipe; writes what corp.save writes. Every step is the ordinary one
-(steps, surgery, storage), given one block. The command line imports it.
+Takes a folder of safetensors, batches and a recipe; writes a folder like corp.save's. Every step is the ordinary one
+(steps, surgery, storage), applied to one block. The command line imports it.
 """

@@ -1,4 +1,4 @@
-"""What a streamed run holds at the most, announced before it starts."""
+"""The peak memory of a streamed run, announced before it starts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.replay import Block
 
 MATRICES = 64  # bytes per D^2: eight matrices of a site in float64, as measure.estimate counts a fit
-LOOSE = 300 * 2**20  # what the allocator keeps of memory that was freed (benchmarks/streamed.py)
-WIDE = 6  # hidden states of the MLP's width that a block holds of one batch while it runs
+LOOSE = 300 * 2**20  # freed memory that the allocator retains (benchmarks/streamed.py)
+WIDE = 6  # hidden states of the MLP's width that a block holds for one batch while it runs
 
 
 class Need(NamedTuple):
-    """Bytes beside what the process held before: embeddings and head, a block, its sums and fits, streams, a batch."""
+    """Additional memory in bytes: embeddings and head, a block, its sums and fits, streams, a batch."""
 
     resident: int
     block: int
@@ -31,16 +31,16 @@ class Need(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sums and fits are gone when the refit begins."""
+        """The total; sums and fits are released before the refit begins."""
         return LOOSE + self.resident + self.block + self.batch + max(self.sums, self.refit)
 
     def line(self) -> str:
-        """What will be held, in one line."""
+        """The memory, in one line."""
         return (
-            f"block by block, about {human(self.total)} of memory beside the program: {human(self.resident)} for "
-            f"embeddings and head, {human(self.block)} for a block and its smaller copy, {human(self.sums)} for its "
-            f"statistics and fits, or {human(self.refit)} for its refit, {human(self.batch)} for a batch on its way, "
-            f"{human(LOOSE)} to spare"
+            f"block by block, about {human(self.total)} of memory in addition to the program: {human(self.resident)} "
+            f"for embeddings and head, {human(self.block)} for a block and its smaller copy, {human(self.sums)} for "
+            f"its statistics and fits, or {human(self.refit)} for its refit, {human(self.batch)} for a batch, "
+            f"{human(LOOSE)} in reserve"
         )
 
 
@@ -52,7 +52,7 @@ def needed(
     recipe: Recipe,
     refits: bool,
 ) -> Need:
-    """The largest block decides; `sites` are those of each block."""
+    """The memory of a run, which the largest block determines; `sites` are those of each block."""
     samples, item = count_samples(batches), presence.weights.dtype.itemsize
     pairs = list(zip(blocks, sites, strict=True))
     batch = size_of(first_batch(batches))

@@ -1,7 +1,7 @@
-"""Runs a model up to one block: earlier blocks pass their hidden state on, and the code around is the model's own.
+"""Runs a model up to one block: earlier blocks return their hidden state, and the code around is the model's own.
 
-So every block is called as the model calls it, with the masks and positions that belong to the batch, while no other
-block's weights are needed. refit.blocks has found out that these do not depend on hidden states.
+So every block is called as the model calls it, with the masks and positions of the batch, but without other blocks'
+weights. refit.blocks has verified that these arguments do not depend on hidden states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from corp.surgery.refit.replay import Call, Enough, Run, record, refusal, stream
 
 
 class Manner(NamedTuple):
-    """How a block is called and answers: where its hidden state is, and the class and length of its answer."""
+    """How a block is called and what it returns: the hidden state's argument, and the output's class and length."""
 
     at: int | str
     kind: type | None = None  # None: the hidden state itself
@@ -36,7 +36,7 @@ Manners: TypeAlias = Mapping[str, Manner]
 
 
 def manners_of(model: nn.Module, sites: Sequence[Site], names: Sequence[str], run: Run) -> dict[str, Manner]:
-    """How every block is called and answers, seen in one pass; refuses answers that hold more than hidden states."""
+    """The manner of every block, observed in one pass; refuses outputs with more than hidden states."""
     answers: dict[str, Any] = {}
 
     def watch(name: str) -> Any:
@@ -58,7 +58,7 @@ def _manner(name: str, call: Call, answer: Any) -> Manner:
 
 @contextmanager
 def passing(model: nn.Module, manners: Manners) -> Iterator[None]:
-    """Inside, these blocks return the hidden state that they are given; their hooks are called as ever."""
+    """Make these blocks return their hidden state unchanged within this context; their hooks are called as usual."""
 
     def forward(manner: Manner) -> Callable[..., Any]:
         return lambda *args, **kwargs: manner.answer(Call(args, kwargs, manner.at).hidden)
@@ -74,9 +74,9 @@ def passing(model: nn.Module, manners: Manners) -> Iterator[None]:
 
 
 def through(model: nn.Module, name: str, manners: Manners, run: Run, hidden: Tensor | None = None) -> Tensor:
-    """What the block `name` makes of `hidden`, or of what the model gives it, when the model is run.
+    """The output of the block `name` for `hidden`, or for the model's own hidden state, when the model is run.
 
-    Enough is raised behind the block; `run` has to catch it.
+    Enough is raised after the block; `run` must catch it.
     """
     seen: list[Tensor] = []
     at = manners[name].at
@@ -99,7 +99,7 @@ def through(model: nn.Module, name: str, manners: Manners, run: Run, hidden: Ten
 
 @contextmanager
 def up_to(model: nn.Module, name: str, manners: Manners) -> Iterator[None]:
-    """Inside, the model runs no further than to the block `name`, which passes on what it is given."""
+    """Within this context, the model runs only up to the block `name`, which returns its hidden state unchanged."""
 
     def after(_module: nn.Module, _args: Any, _output: Any) -> None:
         raise Enough

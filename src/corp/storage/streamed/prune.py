@@ -65,11 +65,12 @@ def prune_streamed(
 ) -> Report:
     """Prune the model in `folder` block by block into the folder `out`, which corp.load opens.
 
-    For models larger than memory: of the weights only one block is held, beside embeddings and head; hidden states go
-    to disk. `folder` is one of transformers' save_pretrained or of timm, with safetensors. `batches` are read once per
-    block, so they must be a list or a loader that gives the same every time. The result is that of `prune`, bit for
-    bit, where `prune` tries no models; a target under allocate="gain" takes two walks. settings.memory limits all that
-    is held. A killed run continues at its block when it is called again (settings.fresh starts over).
+    For models larger than memory: only the weights of one block, of the embeddings and of the head are held; hidden
+    states go to disk. `folder` is one of transformers' save_pretrained or of timm, with safetensors. `batches` are read
+    once per block, so they must be a list or a loader that gives the same batches every time. The result is
+    bit-identical to that of `prune` if `prune` runs no trials; a target under allocate="gain" takes two walks.
+    settings.memory limits the memory. A killed run continues at its block when it is called again (settings.fresh
+    starts over).
     """
     opened = open_folder(folder, device=device, dtype=dtype)
     run = Run(batches, forward, settings, origin, observer or (Bars() if progress else SILENT))
@@ -85,7 +86,7 @@ def prune_opened(
     command: str | None = None,
     companions: Sequence[str | Path] = (),
 ) -> Report:
-    """prune_streamed, of a model that is open already."""
+    """prune_streamed, for a model that is open already."""
     model, observer = opened.model, run.observer
     refuse_existing(target, overwrite=False)
     partial = target.with_name(f".{target.name}.partial")
@@ -107,13 +108,13 @@ def prune_opened(
 
 
 def estimate_opened(opened: Presence, run: Run, recipe: Recipe) -> Need:
-    """What prune_opened would hold at the most."""
+    """The peak memory of prune_opened."""
     with without_cache(opened.model):
         return need_of(_prepared(opened, run, recipe, Store(Path())))
 
 
 def need_of(walk: Walk) -> Need:
-    """What the walk will hold at the most."""
+    """The peak memory of the walk."""
     sites = [list(walk.sites_of(block)) for block in walk.blocks]
     return needed(walk.presence, walk.blocks, sites, walk.batches, walk.recipe, walk.refits)
 
@@ -137,7 +138,7 @@ def _require_streamable(recipe: Recipe, batches: Iterable[Any] | None) -> None:
 
 
 def _prepared(presence: Presence, run: Run, recipe: Recipe, store: Store) -> Walk:
-    """Everything that has to be known before the first block: sites, blocks, widths, fingerprint."""
+    """Everything that must be known before the first block: sites, blocks, widths, fingerprint."""
     _require_streamable(recipe, run.batches)
     model, weights, forward, first = presence.model, presence.weights, run.forward, run.first()
     if run.batches is None or first is None:
@@ -167,7 +168,7 @@ def _blocks(model: nn.Module, sites: Sites, recipe: Recipe, batches: list[Any], 
 
 
 def _with_widths(walk: Walk) -> Walk:
-    """The walk, knowing how wide every site stays; a budget over all blocks takes a walk of its own."""
+    """The walk with the width of every site; a budget over all blocks takes a walk of its own."""
     recipe, model, sites = walk.recipe, walk.model, walk.dense.sites
     curves = walk.curves() if recipe.has_target and recipe.allocate == GAIN else {}
     empty = Statistics({}, 0, walk.dense.weights, None, {})
@@ -181,7 +182,7 @@ def _with_widths(walk: Walk) -> Walk:
 
 
 def _announce(need: Need, allowed: int | None, observer: Observer) -> None:
-    """Say what will be held; refuse more than is allowed."""
+    """Announce the memory; refuse more than is allowed."""
     if allowed is not None and need.total > allowed:
         raise PlanError(
             f"{need.line()}; {human(allowed)} are allowed: give more, smaller batches or fewer sequential_samples"
@@ -203,7 +204,7 @@ def _identity(walk: Walk) -> dict[str, Any]:
 
 
 def _assembled(walk: Walk) -> tuple[Result, Presence]:
-    """The result whose model is a shell, and where its weights lie; the whole must end where its refit ended."""
+    """The result, whose model is a shell, and the location of its weights; it must reproduce the end of the refit."""
     store, count = walk.store, len(walk.blocks)
     records = [record for number in range(count) if (record := store.record(number)) is not None]
     plan = joined(records, walk.recipe, walk.dense.sites, walk.blocks if walk.refits else [])
@@ -226,11 +227,11 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
 
 
 def pruned_shell(dense: Presence, sites: Sites, plan: Plan, shards: Sequence[Path]) -> Presence:
-    """The smaller model: what is no block is the dense one's own, blocks come from their shards when they run."""
+    """The smaller model: all outside the blocks is the dense one's, blocks are read from shards when they run."""
     shared: dict[int, Any] = {id(t): t for t in chain(dense.model.parameters(), dense.model.buffers())}
     smaller = copy.deepcopy(dense.model, shared)  # tensors in the memo are not copied
     dtype, device = dense.weights.dtype, dense.weights.device
-    for group in match(sites, plan):  # one by one: what is cut out of a placeholder takes memory until it is one again
+    for group in match(sites, plan):  # one by one: a narrowed layer takes memory until it is a placeholder again
         shrink(smaller, sites, replace(plan, sites=tuple(site_plan for _, site_plan in group)))
         made = [p for p in smaller.parameters() if id(p) not in shared]
         replace_parameters(smaller, {id(p): placeholder(p, dtype, device) for p in made})
@@ -244,7 +245,7 @@ def pruned_shell(dense: Presence, sites: Sites, plan: Plan, shards: Sequence[Pat
 
 
 def write_streamed(path: Path, model: nn.Module, weights: Weights) -> None:
-    """A safetensors file of the model's tensors, read and written one by one; the same bytes as safetensors writes."""
+    """Write a safetensors file of the model's tensors, one by one; the same bytes as safetensors writes."""
     state = model.state_dict()
     kinds = {name: weights.dtype if state[name].is_floating_point() else state[name].dtype for name in weights.places}
     order, header = tensor_header({name: (kind, state[name].shape) for name, kind in kinds.items()})

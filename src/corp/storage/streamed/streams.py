@@ -1,4 +1,4 @@
-"""What a streamed run keeps on disk between blocks: hidden states, finished blocks, and what they say of themselves."""
+"""What a streamed run keeps on disk between blocks: hidden states, finished blocks, and their records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from corp.numerics.exact import Path as Elimination
 from corp.steps.allocation.curves import Curve
 
 DENSE, PRUNED = "dense", "pruned"  # streams of the walk that prunes
-FIRST = "first"  # the dense stream of a walk before it
+FIRST = "first"  # the dense stream of the walk before that
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Store:
     folder: Path
 
     def write_stream(self, kind: str, block: int, index: int, hidden: Tensor) -> None:
-        """Hidden states of one batch that go into the block with this number."""
+        """Write the hidden states of one batch that enter the block with this number."""
         write_tensors(self._stream(kind, block, index), {"hidden": hidden.cpu().contiguous()})
 
     def read_stream(self, kind: str, block: int, index: int, device: torch.device) -> Tensor:
@@ -40,20 +40,20 @@ class Store:
             raise StorageError(f"{path} is not what a run leaves behind; fresh=True starts over") from error
 
     def finish(self, block: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """A narrowed block and its record; the hidden states that went into it are not needed any more."""
+        """Write a narrowed block and its record; the hidden states that entered it are no longer needed."""
         write_tensors(self.shard(block), tensors)
         write_text(self._record(block), json.dumps(record))
         self.forget(block, DENSE, PRUNED)
 
     def forget(self, block: int, *kinds: str) -> None:
-        """Remove the hidden states of these kinds that went into this block, or into any before."""
+        """Remove the hidden states of these kinds that entered this block or any before it."""
         for path in self.folder.glob("stream-*.safetensors"):
             _, number, kind, _ = path.name.split("-")
             if kind in kinds and int(number) <= block:
                 path.unlink()
 
     def record(self, block: int) -> dict[str, Any] | None:
-        """What a finished block says of itself; None if it is not finished."""
+        """The record of a finished block; None if it is not finished."""
         if not self._record(block).is_file():
             return None
         raw = read_json(self._record(block))
@@ -62,7 +62,7 @@ class Store:
         return raw
 
     def write_curves(self, block: int, curves: Mapping[str, Curve]) -> None:
-        """The error curves of a block's sites; the hidden states that they were made from are not needed any more."""
+        """Write the error curves of a block's sites; the hidden states that entered it are no longer needed."""
         tensors = {f"{name}/errors": curve.errors.cpu() for name, curve in curves.items()}
         for name, path in ((name, curve.path) for name, curve in curves.items() if curve.path is not None):
             tensors |= {f"{name}/order": path.order.cpu(), f"{name}/error": path.error.cpu()}

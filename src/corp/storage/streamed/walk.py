@@ -1,4 +1,4 @@
-"""The walk over the blocks: calibrate, plan, apply and refit one, write it, and go on with its hidden states."""
+"""The walk over the blocks: calibrate, plan, apply and refit one, write it, and continue with its hidden states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from corp.surgery.self_check import require_agreement, verify
 
 @dataclass(frozen=True)
 class Walk:
-    """All that stays the same from block to block."""
+    """Everything that stays the same from block to block."""
 
     presence: Presence
     dense: Dense  # with all sites
@@ -59,12 +59,12 @@ class Walk:
         return self.presence.model
 
     def sites_of(self, block: Block) -> Sites:
-        """What is pruned in this block."""
+        """The sites of this block."""
         own = [site for site in self.dense.sites if block_of(inside(site)) == block.name]
         return Sites(own, adapter=self.dense.sites.adapter)
 
     def curves(self) -> dict[str, Curve]:
-        """A walk before the one that prunes: the error of every site at every width, for a budget over all blocks."""
+        """The error of every site at every width, from a first walk, for a budget over all blocks."""
         found: dict[str, Curve] = {}
         with self.observer.stage("error curves block by block", len(self.blocks), "blocks") as advance:
             for number, block in enumerate(self.blocks):
@@ -83,7 +83,7 @@ class Walk:
         return made
 
     def run(self) -> None:
-        """Every block that is not done yet."""
+        """Prune every block that is not done yet."""
         with self.observer.stage("pruning block by block", len(self.blocks), "blocks") as advance:
             for number, block in enumerate(self.blocks):
                 if self.store.record(number) is None:
@@ -101,13 +101,13 @@ class Walk:
         smaller = narrowed_copy(self.model, sites, plan, stats, within=block.name)
         require_agreement(verify(self.model, smaller, sites, stats, plan))
         record: dict[str, Any] = {"plan": plan.to_dict(), "samples": stats.samples, "inputs": stats.inputs}
-        del stats, plan  # the refit has sums of its own
+        del stats, plan  # the refit has its own sums
         if self.refits:
             record |= self._refit(number, block, sites, smaller)
         self.store.finish(number, _tensors(smaller, block.name), record)
 
     def _calibrate(self, number: int, block: Block, sites: Sites, stream: str = DENSE) -> Statistics:
-        """The sums of the block's sites; the hidden states behind it go to the next one's place."""
+        """The sums of the block's sites; its output states are stored as the next block's input."""
         total, rule = count_samples(self.batches), HoldOut.of(self.batches)
         linear = [site for site in sites if not isinstance(site, AttentionSite)]
         tokens = {site.name: self.settings.tokens_of(site.inputs, total) for site in linear}
@@ -123,7 +123,7 @@ class Walk:
         return Statistics(collector.sums, samples, self.dense.weights, None, self.origin)
 
     def _refit(self, number: int, block: Block, sites: Sites, smaller: nn.Module) -> dict[str, Any]:
-        """Refit the block's layers on the pruned stream; that stream, past the block, goes to the next one's place."""
+        """Refit the block's layers on the pruned stream; its output states are stored as the next block's input."""
         passages, indices = self._passages(block, sites)
         starts = [passage.starts.pop(block.name) for passage in passages]
         dense = starts if block.starts else [self._stream(DENSE, number, index) for index in indices]
@@ -160,19 +160,19 @@ class Walk:
 
 
 def unplaced(sites: Sites, blocks: Sequence[Block]) -> list[Site]:
-    """Sites that are in none of the blocks."""
+    """Sites outside of all blocks."""
     names = {block.name for block in blocks}
     return [site for site in sites if block_of(inside(site)) not in names]
 
 
 def _tensors(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """The saved state of one module, under the names that it has in the model."""
+    """The saved state of one module, under the model's names."""
     state = model.get_submodule(name).state_dict()
     return {f"{name}.{key}": tensor.detach().cpu().contiguous() for key, tensor in state.items()}
 
 
 def joined(records: Sequence[dict[str, Any]], recipe: Recipe, order: Sites, refits: Sequence[Block]) -> Plan:
-    """The plan of the whole model, from those of its blocks, its sites in the order of the model."""
+    """The plan of the whole model, from those of its blocks, with sites in the model's order."""
     plans = [Plan.from_dict(record["plan"]) for record in records]
     why: dict[str, Any] = dict(plans[0].why)
     notes = list(dict.fromkeys(note for plan in plans for note in plan.notes))

@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie in safetensors files, and reading some of them at a time."""
+"""Where the tensors of a model are in safetensors files, and reading some of them at a time."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Weights:
     device: torch.device
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These tensors, in memory of their own."""
+        """These tensors, in separate memory."""
         return dict(self.each(names))
 
     def each(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors one by one, so that no more than one need be held."""
+        """These tensors one by one, so that only one is in memory at a time."""
         for name in names:
             place = self.places[name]
             try:
@@ -49,7 +49,7 @@ class Weights:
                 raise StorageError(f"{place.file} cannot be read: {error}") from error
 
     def fingerprint(self, model: nn.Module) -> str:
-        """What sites.fingerprint gives of the model with its weights in place."""
+        """The fingerprint that sites.fingerprint computes for the model with its weights."""
         return fingerprint_of(self.each(name for name, _ in model.named_parameters()))
 
 
@@ -67,7 +67,7 @@ def contents(files: Iterable[Path]) -> dict[str, Place]:
 
 
 def matched(model: nn.Module, names: Mapping[str, str], held: Mapping[str, Place], where: Path) -> dict[str, Place]:
-    """Every tensor of the model's state, tied ones once; `names` says which of those held it is."""
+    """The place of every tensor of the model's state, tied ones once; `names` maps them to keys of `held`."""
     wanted = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
     known = {**{first: names[name] for name, first in tied_names(model).items() if name in names}, **names}
     lost = [name for name in wanted if name not in known]

@@ -1,4 +1,4 @@
-"""The pass over the pruned model: recorded blocks of both models come in, layers that repair earlier errors go out.
+"""The refit: a pass over recorded blocks of both models that makes layers correct errors of earlier ones.
 
 Only steps and the packages above it import it.
 """

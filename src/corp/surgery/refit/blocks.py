@@ -1,7 +1,7 @@
-"""How a model is made of blocks: in which order they run, and what the outputs of their sites are added to.
+"""The blocks of a model: the order in which they run, and what the outputs of their sites are added to.
 
-Found by running them, so that it holds for any code: blocks that are driven one by one must end where the whole model
-ends, and a block's output must be what the outputs of its sites add up to.
+They are found by running them, so that this works for any code: blocks that are run one by one must reproduce the
+whole model, and a block's output must be the sum of its input and its sites' outputs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from corp.numerics.place import Place
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite, is_pointwise
 from corp.surgery.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
 
-NOISE = 0.1  # of its own size is added to a hidden state to see whether blocks are driven as the model drives them
-ROUNDING = 8  # so many rounding errors of the stream may be left where a block is its input plus its sites' outputs
+NOISE = 0.1  # times its size, added to a hidden state to test whether running blocks reproduces the model
+ROUNDING = 8  # tolerance, in rounding errors of the stream, when a block must equal its input plus its sites' outputs
 FLOOR = 1e-12  # rounding errors in float64 are smaller than those of measuring them
 
 
 def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
-    """The model's blocks in the order of the data, if they can be run one by one; says why where they cannot.
+    """The model's blocks in the order of the data, if they can be run one by one; otherwise an error says why not.
 
-    The whole model is run again with other hidden states at the start of every chain: blocks that are driven from those
-    must end where it does. What hides between blocks, or comes to them another way, shows by that.
+    The whole model is run again with other hidden states at the start of every chain, and blocks that are run from
+    those must reproduce its end. This reveals computations between blocks and inputs that come another way.
     """
     if routed := next((site for site in sites if isinstance(site, MLPSite) and site.experts), None):
         raise refusal(f"{routed.experts} holds experts, and which tokens they take changes with what comes before")
@@ -94,7 +94,7 @@ def _block(
 def find_junctions(
     model: nn.Module, name: str, sites: Sequence[LinearSite], hidden: Tensor, call: Call
 ) -> tuple[str, ...]:
-    """The modules of a post-norm block that take each site's output plus what came before; none where it is not one."""
+    """The modules of a post-norm block whose inputs are a site's output plus the stream; empty for other blocks."""
     met: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(inner: str, module: nn.Module) -> Any:
@@ -135,7 +135,7 @@ def _names(sites: Sequence[LinearSite]) -> str:
 def stream_scales(hidden: Tensor, output: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
     """Factors per channel with output = hidden + sum of scale * part, up to rounding; None if there are none.
 
-    They are one, or a layer scale's.
+    They are ones or a layer scale.
     """
     width = hidden.shape[-1]
     before, after, *outputs = (x.reshape(-1, width).to(*Place.exactly(x.device)) for x in (hidden, output, *parts))

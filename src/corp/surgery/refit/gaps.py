@@ -1,4 +1,4 @@
-"""Streaming sums of a linear layer's input together with the gap behind it, for sequential fitting."""
+"""Streaming sums of a linear layer's input together with the gap after it, for sequential fitting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GapSums:
         self.n += len(x)
 
     def __add__(self, other: GapSums) -> GapSums:
-        """Both, which must have one shift."""
+        """The sum of both, which must have the same shift."""
         both = GapSums(len(self.total), len(self.gap))
         both.shift, both.n = self.shift, self.n + other.n
         both.total, both.outer = self.total + other.total, self.outer + other.outer
@@ -55,9 +55,9 @@ class GapSums:
         return both
 
     def moments(self, intercept: bool) -> GapMoments:
-        """Centred, or without an intercept about zero; see numerics.refit."""
+        """Centred moments or, without an intercept, raw ones; see numerics.refit."""
         assert self.shift is not None  # tokens were seen
-        away, gap = self.total / self.n, self.gap / self.n  # of the mean from the shift
+        away, gap = self.total / self.n, self.gap / self.n  # means, that of x relative to the shift
         cov = mirrored((self.outer / self.n).addr_(away, away, alpha=-1))
         cross = self.cross / self.n - torch.outer(gap, away)
         mean, energy = self.shift + away, self.square / self.n
@@ -68,7 +68,7 @@ class GapSums:
 
 
 class TokenSums:
-    """Sums of tokens that the model's output is read from, which count `share` together, and of all others."""
+    """Sums of tokens that the model's output is read from, which have the total weight `share`, and of all others."""
 
     def __init__(self, width: int, outputs: int, share: float = 1.0) -> None:
         self.share = share

@@ -1,8 +1,7 @@
-"""Merged models and their dense originals side by side: what can be merged is found by trying, and layers are refitted.
+"""Merged models side by side with their dense originals: finds what can be merged, and refits layers.
 
-The merged model's tokens stand for groups of the dense model's. Behind every layer each dense token is compared with
-its group, so a layer that is refitted makes up for the widths that went and for the merging, and a group counts as much
-as it is large.
+The merged model's tokens stand for groups of the dense model's. After every layer each dense token is compared with
+its group, so a refitted layer corrects errors of pruned widths and of merging, and groups are weighted by their size.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from corp.surgery.refit.readout import tensors_in, tokens_read
 from corp.surgery.refit.repair import READ, added, correct_layer, split_rows
 from corp.surgery.refit.replay import Block, Enough, Passage, blocks_of, close, drive, watching
 
-SHAKE = 1.0  # noise that is added to an image to see which tokens depend on it
+SHAKE = 1.0  # noise that is added to an image to find the tokens that depend on it
 
 
 def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | None = None) -> Merging:
     """Where tokens of `model` can be merged, with an empty schedule; a model in which they cannot is refused.
 
-    The prefix is what does not change with the image. Where only prefix tokens are read, the last block is to compute
-    those alone; otherwise every patch gets its group's value back.
+    The prefix is what does not change with the image. If only prefix tokens are read, the last block will compute
+    those alone; otherwise every patch gets its group's value at the end.
     """
     names = blocks_of(list(sites))
     parents = {name.rpartition(".")[0] for name in names}
@@ -55,7 +54,7 @@ def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | 
 
 
 def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -> tuple[int, int]:
-    """Tokens of a sample at the first block, and how many of the leading ones no image changes."""
+    """The tokens of a sample at the first block, and how many of the leading ones do not depend on the image."""
     seen: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -82,7 +81,7 @@ def _shaken(batch: Any) -> Any:
 
 
 def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forward | None) -> None:
-    """Merging nothing must change nothing, and merging one token per block the output but not its shape."""
+    """Merging nothing must change nothing; merging one token per block must change the output but not its shape."""
     one = tuple(int(number + 1 < len(found.schedule)) for number in range(len(found.schedule)))
     with torch.no_grad(), evaluating(model):
         dense = list(tensors_in(run(model, batch, forward)))
@@ -104,14 +103,14 @@ def _require_outputs(model: nn.Module, found: Merging, batch: Any, forward: Forw
 
 
 class Stream(NamedTuple):
-    """The merged model's tokens (B, n, C), their sizes (B, n), and which of them each dense token is in (B, N)."""
+    """The merged model's tokens (B, n, C), their sizes (B, n), and the group of each dense token (B, N)."""
 
     x: Tensor
     sizes: Tensor
     groups: Tensor
 
 
-End: TypeAlias = tuple[Stream, Tensor]  # where a passage ends, and what its block's last layer was fed
+End: TypeAlias = tuple[Stream, Tensor]  # the end of a passage, and the input of its block's last layer
 
 
 def repair_merged(
@@ -124,8 +123,8 @@ def repair_merged(
 ) -> dict[str, dict[str, float]]:
     """Refit the layers of `smaller` (in place) block after block; returns each one's gap, before and after.
 
-    `smaller` merges tokens, and its last block computes all that reach it. Its widths may be pruned or not. `blocks`
-    and `passages` are the dense model's, as sequential fitting takes them.
+    `smaller` merges tokens, and its last block computes all tokens that reach it. Its widths may be pruned or not.
+    `blocks` and `passages` are the dense model's, as in sequential fitting.
     """
     corrected: dict[str, dict[str, float]] = {}
     ahead = [passage.starts[blocks[0].name] for passage in passages]
@@ -141,7 +140,7 @@ def repair_merged(
                     made = correct_layer(smaller, site, block.scales[number], fit, held)
                 change = made and made.change
                 corrected |= {site.name: made.record} if made else {}
-        if ends:  # as in repair.py: what the correction of the last layer adds follows without another pass
+        if ends:  # as in repair.py, the effect of the last layer's correction is added without another pass
             behind = [end if change is None else end._replace(x=added(end.x, x, *change)) for end, x in ends]
         else:
             behind = [_drive(smaller, block, stream) for stream in behind]
@@ -153,7 +152,7 @@ def repair_merged(
 def _targets(
     dense: nn.Module, block: Block, passages: Sequence[Passage], ahead: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """The dense stream behind every site of the block, [site][passage], and behind the block."""
+    """The dense stream after every site of the block, [site][passage], and after the block."""
     targets: list[list[Tensor]] = [[] for _ in block.sites]
     after = []
     for passage, stream in zip(passages, ahead, strict=True):
@@ -179,9 +178,9 @@ def _observe(
     behind: Sequence[Stream],
     targets: Sequence[Tensor],
 ) -> tuple[TokenSums, TokenSums, list[End]]:
-    """The sums of what a site's layer is fed, and of the gap behind it, over dense tokens: fitted, held out.
+    """The sums of the input of a site's layer and of the gap after it, over dense tokens: fitted, held out.
 
-    If the site is the block's last, where every passage ends comes too.
+    If the site is the block's last, the ends of all passages are returned too.
     """
     site = block.sites[number]
     share = READ if block.read < block.tokens else 1.0
@@ -189,12 +188,12 @@ def _observe(
     fit, held = (TokenSums(inputs, targets[0].shape[-1], share) for _ in range(2))
     ends = []
     for passage, stream, target in zip(passages, behind, targets, strict=True):
-        early = isinstance(site, ValueSite)  # tokens merge behind it
+        early = isinstance(site, ValueSite)  # tokens merge after it
         after = stream
         with watching(smaller, block.sites, inputs=site.name, stop=early) as seen, suppress(Enough):
             after = _drive(smaller, block, stream)
         x, y = seen[site.name]
-        assert x is not None  # it was asked for
+        assert x is not None  # it was requested
         now = stream.x + block.scales[number].to(stream.x) * y if early else after.x
         if number == len(block.sites) - 1 and not early:
             ends.append((after, x))

@@ -1,7 +1,7 @@
-"""Which tokens a model's output is read from: of a classifier with a class token, only that one, in the last block.
+"""Which tokens a model's output is read from: for a classifier with a class token, only that token of the last block.
 
-Found by trying: the tokens behind the first k are replaced by noise in what a block gives, while the next block is
-given what it would be given. If the model's output does not change, they are not read there.
+Found by trials: the tokens after the first k are replaced by noise in a block's output, while the next block still
+gets the original. If the model's output does not change, they are not read there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from corp.surgery.refit.replay import Block, Run, close, stream_of
 
 
 def tokens_read(model: nn.Module, blocks: Sequence[Block], run: Run) -> list[Block]:
-    """The blocks, knowing where their chain ends and how many leading tokens are read behind them.
+    """The blocks, with the ends of their chains and the number of leading tokens that are read after them.
 
-    A head may read several blocks: a block counts what is read from it, and from those behind it in its chain.
+    A head may read several blocks: a block counts the tokens that are read from it and from later ones of its chain.
     """
     following = {block.name: after.name for block, after in pairwise(blocks) if not after.starts}
     inner = [block for block in blocks if block.name in following]
@@ -38,7 +38,7 @@ def tokens_read(model: nn.Module, blocks: Sequence[Block], run: Run) -> list[Blo
 
 
 def _read_of(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, str], run: Run) -> int:
-    """The least k such that tokens of these blocks behind the first k are not read; of most models' ends, all."""
+    """The least k such that tokens of these blocks after the first k are not read; usually all are read at the end."""
     most = max(block.tokens for block in blocks)
     expected = list(tensors_in(_run(model, blocks, following, run, most)))
 
@@ -51,7 +51,7 @@ def _read_of(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, 
         return 0
     if not expected or most == 1 or not unread(most - 1):
         return most
-    low, high = 1, most - 1  # `high` is known to do
+    low, high = 1, most - 1  # `high` is known to be enough
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if unread(middle) else (middle + 1, high)
@@ -59,9 +59,9 @@ def _read_of(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, 
 
 
 def _run(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, str], run: Run, k: int) -> Any:
-    """The model's output when these blocks give noise behind the first k tokens; blocks that follow do not see it."""
-    given: dict[int, Tensor] = {}  # what was replaced, by the id of the noise that stands for it
-    noises: list[Tensor] = []  # kept alive, so that ids stay theirs
+    """The model's output if these blocks return noise after the first k tokens; the following blocks do not see it."""
+    given: dict[int, Tensor] = {}  # what was replaced, by the id of the noise in its place
+    noises: list[Tensor] = []  # kept alive, so that their ids are not reused
 
     def watch(block: Block) -> Any:
         def after(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -86,7 +86,7 @@ def _run(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, str]
 
 
 def _noised(stream: Tensor, block: Block, k: int) -> Tensor:
-    """The stream with noise of its own size behind the first k tokens."""
+    """The stream with noise of its own size after the first k tokens."""
     noise = torch.randn(stream.shape, generator=torch.Generator().manual_seed(0)).to(stream) * stream.std()
     tokens = torch.arange(block.tokens, device=stream.device) < k
     return torch.where(tokens[:, None] if block.batch_first else tokens[:, None, None], stream, noise)

@@ -1,4 +1,4 @@
-"""Which batches the refit uses, and recording the dense model's blocks on them, during calibration or by themselves."""
+"""The choice of the refit's batches, and a recording of the dense blocks on them, during calibration or later."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.surgery.refit.replay import Block, Passage, Run, record, refusal
 
-TOKENS, PER_INPUT = 65_536, 64  # that the streams hold if the recipe does not say: at least, and per layer input
-READ_SAMPLES = 512  # if only some tokens of each are read, such as a class token: these samples, for twice the tokens
-STREAMS = 4  # hidden states held of every sample, beside the outputs of a block's sites and the input of its last
+TOKENS, PER_INPUT = 65_536, 64  # in the streams by default: at least so many, and so many per layer input
+READ_SAMPLES = 512  # if only some tokens are read, such as a class token: so many samples, for twice the tokens
+STREAMS = 4  # hidden states held per sample, besides the outputs of a block's sites and the input of its last
 
 
 def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
-    """How many samples the refit takes, if there are that many."""
+    """How many samples the refit uses, if there are that many."""
     if recipe.sequential_samples:
         return recipe.sequential_samples
     enough = math.ceil(tokens_wanted(blocks) / max(block.tokens for block in blocks))
@@ -31,7 +31,7 @@ def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
 
 
 def tokens_wanted(blocks: Sequence[Block]) -> int:
-    """How many tokens a stable refit of the widest layer takes."""
+    """How many tokens a stable refit of the widest layer needs."""
     return max(TOKENS, PER_INPUT * max((site.inputs for block in blocks for site in block.sites), default=0))
 
 
@@ -46,7 +46,7 @@ class Recorder:
     available: int
     passages: list[Passage] = field(default_factory=list)
     tokens: int = 0
-    affordable: float = math.inf  # samples that half of the free memory holds, known once a batch was recorded
+    affordable: float = math.inf  # samples that fit into half of the free memory, known once a batch was recorded
 
     @property
     def wanted(self) -> int:
@@ -104,7 +104,7 @@ def record_batches(
 
 
 def _bytes_held(passage: Passage, blocks: Sequence[Block]) -> float:
-    """What the refit holds of one batch."""
+    """The memory that the refit needs for one batch, in bytes."""
     outputs = max(len(block.sites) + _widest(block) for block in blocks)
     return max(x.numel() * x.element_size() for x in passage.starts.values()) * (STREAMS + outputs)
 
@@ -118,5 +118,5 @@ def _require_memory(need: int, free: int) -> None:
 
 
 def _widest(block: Block) -> float:
-    """The input of the block's last layer, in hidden states."""
+    """The size of the input of the block's last layer, in hidden states."""
     return block.sites[-1].inputs / len(block.scales[-1]) if block.sites else 0.0

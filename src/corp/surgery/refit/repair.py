@@ -1,8 +1,8 @@
-"""Sequential fitting: the layers of a pruned model make up for the errors of those before them.
+"""Sequential fitting: the layers of a pruned model correct the errors of earlier ones.
 
-Two streams go through the blocks side by side, the dense model's and the pruned one's. Behind every layer that adds to
-the stream the pruned one lags by a gap, in which are all errors so far, the layer's own too. The layer takes over the
-part of the gap that is linear in its input (numerics.refit); the next one sees what is left.
+The dense and the pruned residual stream go through the blocks side by side. After every layer that adds to the stream
+they differ by a gap, which contains all errors so far, including the layer's own. The layer adds the part of the gap
+that is linear in its input (numerics.refit); the next layer sees the remainder.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from corp.surgery.refit.readout import tokens_read
 from corp.surgery.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
 
 EXAMINED = 2  # samples on which the blocks are found
-READ = 0.5  # what tokens that the model's output is read from count, all together
+READ = 0.5  # the total weight of the tokens that the model's output is read from
 
 
 def why_not(
     model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any] | None, forward: Forward | None = None
 ) -> tuple[list[Block], str]:
-    """The model's blocks, or why it is not refitted; sequential=True makes a reason an error, before long work."""
+    """The model's blocks, or why it is not refitted; sequential=True makes the reason an error, before long work."""
     if not recipe.refits:
         return [], ""
     try:
@@ -63,7 +63,7 @@ def why_not(
 def find_blocks(
     model: nn.Module, sites: Sites, recipe: Recipe, batches: Iterable[Any] | None, forward: Forward | None = None
 ) -> list[Block]:
-    """The model's blocks, found with one batch; what cannot be refitted is refused here, before long work."""
+    """The model's blocks, found with one batch; what cannot be refitted is refused here, before the long work."""
     if batches is None:
         raise DataError("the refit reads the data itself, not its statistics: give batches, or sequential=False")
     if isinstance(batches, Iterator):
@@ -90,7 +90,7 @@ def _require_inside(sites: Sites, recipe: Recipe, blocks: Sequence[Block]) -> No
 
 @dataclass
 class Repair:
-    """The dense model, and the pruned one, which is changed in place; `corrected` says what was done to whom."""
+    """The dense model and the pruned one, which is changed in place; `corrected` records the corrected layers."""
 
     dense: nn.Module
     smaller: nn.Module
@@ -100,7 +100,7 @@ class Repair:
     few: list[str] = field(default_factory=list)
 
     def run(self, blocks: Sequence[Block], passages: Sequence[Passage], advance: Advance) -> Tensor:
-        """Refit block after block, in the order of the data; returns the last stream of the first passage."""
+        """Refit block after block, in the order of the data; returns the final stream of the first passage."""
         dense: list[Tensor] = []
         pruned: list[Tensor] = []
         for block in blocks:
@@ -115,7 +115,7 @@ class Repair:
     def correct_block(
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
     ) -> list[Tensor]:
-        """Correct the block's layers one by one; moves `pruned` past it, and returns `dense` past it."""
+        """Correct the block's layers one by one; advances `pruned` past the block, and returns `dense` past it."""
         behind: list[Tensor] = []  # the dense stream
         targets: list[dict[str, Tensor]] = []
         for passage, hidden in zip(passages, dense, strict=True):
@@ -129,7 +129,7 @@ class Repair:
                 with at_site(site):
                     fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind)
                     change = self._correct(site, block.scales[number], fit, held)
-        if ends:  # the block ran to its end: what the correction of its last layer adds follows without another pass
+        if ends:  # the block ran to its end: the effect of its last layer's correction is added without another pass
             pruned[:] = [output if change is None else added(output, x, *change) for output, x in ends]
             return behind
         for i, passage in enumerate(passages):
@@ -146,11 +146,11 @@ class Repair:
         targets: Sequence[dict[str, Tensor]],
         behind: Sequence[Tensor],
     ) -> tuple[TokenSums, TokenSums, list[tuple[Tensor, Tensor]]]:
-        """The sums of what a site's layer is fed in the pruned model, and of the gap behind it: fitted, held out.
+        """The sums of the input of a site's layer in the pruned model and of the gap after it: fitted, held out.
 
-        Where the fit has no intercept, tokens count relative to the size of their stream, as the next norm divides by
-        it: the first token of a text, which may be a thousand times as large, would be all that is fitted otherwise.
-        If the site is the last that adds to the stream, the block's output and that layer's input come too.
+        If the fit has no intercept, tokens are weighted by the inverse size of their stream, as the next norm divides
+        by it; otherwise the first token of a text, which may be a thousand times as large, would dominate the fit.
+        If the site is the last that adds to the stream, the block's output and that layer's input are returned too.
         """
         site = block.sites[number]
         last = number == len(block.sites) - 1 and not block.junctions
@@ -189,7 +189,7 @@ class Repair:
         return fit, held, ends
 
     def _correct(self, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums) -> Folded | None:
-        """Correct the layer, and return by how much that changes what it adds to the stream."""
+        """Correct the layer, and return the change of what it adds to the stream."""
         made = correct_layer(self.smaller, site, scale, fit, held, self.place)
         if made is None:
             return None
@@ -202,8 +202,8 @@ class Repair:
 class Corrected(NamedTuple):
     """How a layer was corrected."""
 
-    change: Folded  # of what it adds to the stream, per input, as the layer's dtype has it
-    record: dict[str, float]  # the gap behind it, and what is left of that
+    change: Folded  # of what it adds to the stream, per input, rounded to the layer's dtype
+    record: dict[str, float]  # the gap after the layer, before and after the correction
 
 
 def correct_layer(
@@ -228,7 +228,7 @@ def correct_layer(
 
 
 def warn_of_few(sites: Sequence[str]) -> None:
-    """Say that these sites were refitted on too little, if there are any."""
+    """Warn that these sites were refitted on too little data, if there are any."""
     if sites:
         warn(
             f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; use more "
@@ -243,7 +243,7 @@ def added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
 
 
 def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, run_model: Run) -> None:
-    """The refitted model, run as a whole, must end in the stream that the refit left it with."""
+    """Require that the refitted model, run as a whole, reproduces the final stream of the refit."""
     found: list[Tensor] = []
     last = blocks[-1]
     hook = model.get_submodule(last.name).register_forward_hook(
@@ -253,13 +253,13 @@ def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, r
         run_model()
     if not found or not close(found[0], expected, len(blocks)):
         raise ModelError(
-            f"self-check: the refitted model does not end where its refit ended ({last.name}). The model is not "
+            f"self-check: the refitted model does not reproduce its refit ({last.name}). The model is not "
             "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
 
 
 def correction(fit: TokenSums, held: TokenSums, intercept: bool, place: Place) -> Correction | None:
-    """What the layer shall add to its output: as much as the held-out samples say; None for nothing."""
+    """What the layer adds to its output, chosen on the held-out samples; None if nothing helps there."""
     both = fit + held
     if not fit.n or not held.n or both.square == 0:
         return None
@@ -269,13 +269,13 @@ def correction(fit: TokenSums, held: TokenSums, intercept: bool, place: Place) -
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """(T, C), in float32 at least."""
+    """The tokens (T, C), in float32 at least."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.dtype == torch.float64 else x.float()
 
 
 def split_rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Which tokens of the stream, flattened, are fitted and which held out: those that are read, others; no padding."""
+    """Which tokens of the flattened stream are fitted and which held out, each as (read, other), without padding."""
     samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
     number = passage.first + torch.arange(samples, device=hidden.device)
     held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)

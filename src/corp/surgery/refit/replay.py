@@ -1,8 +1,8 @@
-"""Blocks one by one: a forward pass of the whole model is recorded once, then any block can be run on another stream.
+"""Replay of blocks: a forward pass of the whole model is recorded once, then any block can be run on another stream.
 
-A block is a numbered module, called with a hidden state and what comes with it (masks, positions). In a chain of blocks
-the hidden state is the output of the block before, itself and unchanged; so a block can be called again as the model
-called it, with another hidden state in its place. Whether a model is made like that is found out in blocks.py.
+A block is a numbered module, called with a hidden state and further arguments (masks, positions). In a chain of blocks
+the hidden state is the unchanged output of the block before; so a block can be called again as the model called it,
+with another hidden state. blocks.py determines whether a model has this structure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Run: TypeAlias = Callable[[], Any]  # one forward pass of the whole model
 
 
 class Call(NamedTuple):
-    """How a block was called, and where in that the hidden state was."""
+    """How a block was called, and which argument was the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -42,7 +42,7 @@ class Call(NamedTuple):
         return given
 
     def having(self, hidden: Tensor | None) -> Call:
-        """This call with another hidden state, or none: records must not keep every one alive."""
+        """This call with another hidden state, or with none, so that records do not keep all of them alive."""
         if isinstance(self.at, int):
             return self._replace(args=(*self.args[: self.at], hidden, *self.args[self.at + 1 :]))
         return self._replace(kwargs={**self.kwargs, self.at: hidden})
@@ -50,32 +50,32 @@ class Call(NamedTuple):
 
 @dataclass
 class Passage:
-    """One batch on its way through the model: how every block was called, in order, and which tokens were real."""
+    """One batch's pass through the model: how every block was called, in order, and which tokens were real."""
 
     calls: dict[str, Call] = field(default_factory=dict)
     starts: dict[str, Tensor] = field(default_factory=dict)  # hidden states that no block made
     masks: dict[Mask, Tensor | None] = field(default_factory=dict)
     first: int = 0  # index of its first sample among all
     samples: int = 0
-    last: Tensor | None = None  # what the last block gave, while the model runs
+    last: Tensor | None = None  # the last block's output, while the model runs
 
 
 @dataclass(frozen=True)
 class Block:
-    """A numbered module, whose output is its input plus, times `scales` (o,), the outputs of its sites, in order.
+    """A numbered module, whose output is its input plus the outputs of its sites, in order, times `scales` (o,).
 
-    Or a post-norm one: then every site has a junction, a norm that takes its output plus what came before, which is
-    the block's input or the junction before; the last one's output is the block's.
+    In a post-norm block every site has a junction, a norm whose input is the site's output plus the block's input or
+    the output of the junction before; the output of the last one is the block's.
     """
 
     name: str
-    starts: bool  # a chain
+    starts: bool  # whether it starts a chain
     sites: tuple[LinearSite, ...]
     scales: tuple[Tensor, ...]
     tokens: int  # rows of the stream per sample
     batch_first: bool
-    read: int = 0  # so many of them, the first ones, the model's output is read from (readout.py)
-    ends: bool = False  # a chain
+    read: int = 0  # how many leading ones of them the model's output is read from (readout.py)
+    ends: bool = False  # whether it ends a chain
     junctions: tuple[str, ...] = ()  # modules of a post-norm block
 
 
@@ -84,11 +84,11 @@ def stream_of(output: Any) -> Any:
 
 
 class Enough(Exception):  # noqa: N818  (no error)
-    """All that was watched has been seen: the rest of the block need not run."""
+    """Everything needed has been observed, so the rest of the block need not run."""
 
 
 def drive(model: nn.Module, name: str, call: Call, hidden: Tensor) -> Tensor:
-    """The block's output, called as it was but with this hidden state; the hidden state if Enough was raised inside."""
+    """The block's output for this hidden state and its recorded arguments; the hidden state if Enough was raised."""
     block, call = model.get_submodule(name), call.having(hidden.clone())  # a block may add to it in place
     with torch.no_grad(), evaluating(block), without_fast_path(), suppress(Enough):
         hidden = stream_of(block(*call.args, **call.kwargs))
@@ -102,7 +102,7 @@ def record(
     change: Callable[[Tensor], Tensor] | None = None,
     ends: dict[str, Tensor | None] | None = None,
 ) -> Passage:
-    """Run the model once. `change` alters the hidden states that chains start with; `ends` takes blocks' outputs."""
+    """Run the model once. `change` alters the hidden states that chains start with; `ends` receives blocks' outputs."""
     passage, masks = Passage(), Masks()
     handles = masks.watch(model, sites)
 
@@ -151,7 +151,7 @@ def refusal(reason: str) -> PlanError:
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor | None) -> Call:
-    """Where the hidden state is: what the last block gave, else the first tensor of real numbers."""
+    """The call with its hidden state: the last block's output, otherwise the first tensor of real numbers."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for _, value in given:
         _require_constant(name, value)
@@ -163,7 +163,7 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor
 
 
 def _require_constant(name: str, value: Any) -> None:
-    """What is passed along must be the same when the block is called again: no caches."""
+    """Require that an argument is the same when the block is called again: caches are refused."""
     if isinstance(value, dict | tuple | list):
         for part in value.values() if isinstance(value, dict) else value:
             _require_constant(name, part)
@@ -172,7 +172,7 @@ def _require_constant(name: str, value: Any) -> None:
 
 
 class Seen(NamedTuple):
-    """What went into a site's layer (None if it is not wanted), and what came out."""
+    """The input of a site's layer (None if it was not requested), and its output."""
 
     x: Tensor | None
     y: Tensor
@@ -184,7 +184,7 @@ def watching(
 ) -> Iterator[dict[str, Seen]]:
     """Within this context, collect the outputs of sites in the order of the data, and the input of one of them.
 
-    They are copies, as blocks may add to them in place. With `stop`, the block ends there.
+    They are copies, because blocks may add to them in place. With `stop`, the block ends there.
     """
     seen: dict[str, Seen] = {}
 
@@ -208,7 +208,7 @@ def watching(
 
 @contextmanager
 def meeting(model: nn.Module, junctions: Sequence[str], *, stop: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Within this context, collect what goes into these modules; with `stop`, the block ends at the first."""
+    """Within this context, collect the inputs of these modules; with `stop`, the block ends at the first."""
     met: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
@@ -224,12 +224,12 @@ def meeting(model: nn.Module, junctions: Sequence[str], *, stop: bool = False) -
 
 
 def is_multihead(site: LinearSite) -> bool:
-    """nn.MultiheadAttention uses its output projection without calling it."""
+    """Whether the site is in an nn.MultiheadAttention, which uses its output projection without calling it."""
     return isinstance(site, ValueSite) and site.v.bare
 
 
 def close(a: Tensor, b: Tensor, blocks: int = 1) -> bool:
-    """Whether two tensors are equal up to the order in which kernels add, and to the rounding in so many blocks."""
+    """Whether two tensors are equal up to the order in which kernels add, and the rounding of this many blocks."""
     eps = torch.finfo(a.dtype).eps
     tolerance = max(0.1 * eps**0.5, 2 * eps * (blocks - 1) ** 0.5)
     return a.shape == b.shape and bool(torch.linalg.vector_norm(a - b) <= tolerance * torch.linalg.vector_norm(a))
