@@ -260,7 +260,7 @@ def test_padding_is_not_data() -> None:
     [
         ("post-norm", "the output of blocks.0 is not its input plus"),
         ("parallel-things", "the output of blocks.0.attns.0 is not its input plus"),
-        ("hf-whisper", "blocks called one by one do not give what the whole model does"),
+        ("hf-whisper", "calling its blocks one by one, .*does not reproduce the whole model"),
         ("siglip", "attn_pool.proj is not in a block"),
     ],
 )
@@ -290,8 +290,8 @@ class Between(nn.Module):
 @pytest.mark.parametrize(
     ("between", "reason"),
     [
-        (lambda x: x * 2, "what goes into inner.blocks.1 is made from what earlier blocks gave"),
-        (lambda x: x.mul_(2), "blocks called one by one do not give"),
+        (lambda x: x * 2, "the input of inner.blocks.1 is computed from an earlier block's output"),
+        (lambda x: x.mul_(2), "calling its blocks one by one"),
     ],
 )
 def test_something_between_blocks_is_noticed(between: Any, reason: str) -> None:
@@ -313,7 +313,7 @@ def _moved(site: Any) -> Any:
 
 def test_a_cache_is_refused() -> None:
     model, data = models.build("hf-opt"), models.batches("hf-opt")
-    with pytest.raises(PlanError, match="given a DynamicCache, which may change with every call"):
+    with pytest.raises(PlanError, match="takes a DynamicCache, which every call may change"):
         corp.prune(model, data, Recipe.paper(mlp=0.5, sequential=True), forward=lambda m, b: m(**b, use_cache=True))
 
 

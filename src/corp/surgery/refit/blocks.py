@@ -30,7 +30,7 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     those must reproduce its end. This reveals computations between blocks and inputs that come another way.
     """
     if routed := next((site for site in sites if isinstance(site, MLPSite) and site.experts), None):
-        raise refusal(f"{routed.experts} holds experts, and which tokens they take changes with what comes before")
+        raise refusal(f"{routed.experts} holds experts, and their routing depends on the layers before them")
     if odd := next((s for s in sites if isinstance(s, MLPSite) and is_pointwise(model.get_submodule(s.down))), None):
         raise refusal(f"{odd.down} is a convolution; only linear layers are refitted")
     passage = record(model, sites, run)
@@ -41,12 +41,14 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     ends: dict[str, Tensor | None] = dict.fromkeys(final)
     shaken = record(model, sites, run, _shaken, ends)
     if list(shaken.calls) != order or list(shaken.starts) != list(passage.starts):
-        raise refusal("its blocks run in another order from one pass to the next")
+        raise refusal("its blocks run in a different order in every pass")
     blocks, hidden = [], torch.empty(0)
     for name in order:
         if name in passage.starts:
             if not close(passage.starts[name], shaken.starts[name]):
-                raise refusal(f"what goes into {name} is made from what earlier blocks gave, but is not it")
+                raise refusal(
+                    f"the input of {name} is computed from an earlier block's output instead of being that output"
+                )
             hidden = _shaken(passage.starts[name])
         here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
         with watching(model, here) as seen:
@@ -56,7 +58,7 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
         blocks.append(_block(model, name, name in passage.starts, in_order, hidden, output, seen, call))
         hidden, end = output, ends.get(name)
         if end is not None and not close(end, hidden):
-            raise refusal(f"up to {name}, blocks called one by one do not give what the whole model does")
+            raise refusal(f"calling its blocks one by one, up to {name}, does not reproduce the whole model")
     return blocks
 
 
@@ -76,9 +78,9 @@ def _block(
     call: Call,
 ) -> Block:
     if hidden.dim() != 3 or hidden.shape != output.shape:
-        raise refusal(f"{name} makes {tuple(output.shape)} of a hidden state {tuple(hidden.shape)}")
+        raise refusal(f"{name} turns a hidden state of shape {tuple(hidden.shape)} into one of {tuple(output.shape)}")
     if any(seen[site.name].y.numel() != hidden.numel() for site in sites):
-        raise refusal(f"the outputs in {name} are of another size than the hidden state")
+        raise refusal(f"layers in {name} have outputs of another size than the hidden state")
     junctions: tuple[str, ...] = ()
     scales = stream_scales(hidden, output, [seen[site.name].y for site in sites])
     if scales is None:

@@ -70,7 +70,7 @@ class Recorder:
         """Run the model on the batch, once, and record its blocks' calls."""
         passage = record(self.model, list(self.sites), run_model)
         if list(passage.calls) != [block.name for block in self.blocks]:
-            raise refusal("its blocks run in another order from batch to batch")
+            raise refusal("its blocks run in a different order from batch to batch")
         passage.first, passage.samples = self.seen, size_of(batch)
         self.passages.append(passage)
         self.tokens += max(math.prod(x.shape[:2]) for x in passage.starts.values())

@@ -172,7 +172,9 @@ def _require_constant(name: str, value: Any) -> None:
         for part in value.values() if isinstance(value, dict) else value:
             _require_constant(name, part)
     elif not isinstance(value, CONSTANTS):
-        raise refusal(f"{name} is given a {type(value).__name__}, which may change with every call (no caches, please)")
+        raise refusal(
+            f"{name} takes a {type(value).__name__}, which every call may change; run the model without a cache"
+        )
 
 
 class Seen(NamedTuple):
