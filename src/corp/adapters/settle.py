@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from corp.adapters.causality import with_causality
 from corp.adapters.mlps import packings
 from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output
 from corp.adapters.structure import Claim, normalises
-from corp.adapters.symmetry import made_by
+from corp.adapters.symmetry import Changing, made_by, other_queries, transformed
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
 
@@ -60,6 +61,7 @@ def settle(
         work.values(outcome)
         work.queries(outcome)
         work.together(outcome)
+    outcome.sites = with_causality(outcome.sites, work.base, work.attempt, work.at)
     return outcome
 
 
@@ -85,15 +87,15 @@ class _Work:
         every: list[Site] = [*fixed]
         for claim in claims:
             every += [*claim.qk, *claim.vo]
-        places = places_of(every, self.downs)
+        places = places_of(model, every, self.downs)
         self.places = replace(places, attentions=(*places.attentions, *map(module_of, bare)))
         self.base = self.attempt([])
         self.limit = self.base.limit
         self.control = self.base
         self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values proved
 
-    def attempt(self, sites: Sequence[Site], **options: Any) -> Trial:
-        return attempt(self.model, self.run, self.places, sites, **options)
+    def attempt(self, sites: Sequence[Site], change: Changing = transformed) -> Trial:
+        return attempt(self.model, self.run, self.places, sites, change)
 
     def at(self, site: Site) -> str:
         return self.downs.get(site.attention, site.attention) if isinstance(site, AttentionSite) else site.down
@@ -108,9 +110,9 @@ class _Work:
         if not all(self._agrees(judge, trial) and not _unreadable(site, trial) for site, judge in judged):
             return False
         found_by_structure = [s for s in every if isinstance(s, AttentionSite) and s.padded]
-        control = self.attempt(found_by_structure, control=True) if found_by_structure else self.base
+        control = self.attempt(found_by_structure, other_queries) if found_by_structure else self.base
         sensitive = all(self._changes(s, control) for s in found_by_structure if s.name in claimed)
-        if not same_output(self.base, trial) or not sensitive:
+        if not self._apart(every, trial) or not sensitive:
             return False
         self.control = control
         for site in every:
@@ -155,7 +157,7 @@ class _Work:
         for claim in self.claims:
             ways = [s for s in claim.qk if _same_layout(s, self.chosen.get(claim.parts.name))]
             waiting += [(claim, ways)] if ways else []
-        self.control = self.attempt([ways[0] for _, ways in waiting], control=True) if waiting else self.base
+        self.control = self.attempt([ways[0] for _, ways in waiting], other_queries) if waiting else self.base
         sensitive = [one for one in waiting if self._changes(one[1][0], self.control)]
         for one in waiting:
             if one not in sensitive:
@@ -244,6 +246,12 @@ class _Work:
         own |= {name for site in sites if isinstance(site, MLPSite) for name in site.between}
         others = [
             list(zip(z, trial.z.get(name, []), strict=False)) for name, z in self.base.z.items() if name not in own
+        ]
+        inside = tuple(f"{site.attention}." for site in sites if not isinstance(site, MLPSite))
+        others += [
+            list(zip(z, trial.passing.get(name, []), strict=False))
+            for name, z in self.base.passing.items()
+            if not name.startswith(inside)
         ]
         return same_output(self.base, trial) and all((distance(pairs) or 0) <= self.limit for pairs in others)
 

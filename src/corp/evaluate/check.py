@@ -90,6 +90,8 @@ def check(
     if plan.weights and fingerprint(dense) != plan.weights:
         raise PlanError("this dense model is not the one that was pruned: its weights differ")
     sites = find_sites(dense)
+    tried = find_sites(dense, first_batch(batches), forward)  # the data show more: whether attentions are causal
+    sites = sites.replacing({site.name: site for site in tried})
     stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
     epsilon = _coarsest(pruned, first_batch(batches), forward) ** ACCUMULATED
     both = Both(dense, pruned, sites, stats, plan)
