@@ -55,7 +55,7 @@ def try_alone(model: nn.Module, claims: list[Claim], fixed: list[Site], found: F
         found.sites += proven
         found.proven |= {site.name for site in proven}
         places = {(site.name, site.kind) for site in proven}
-        claims = [left for claim in claims if (left := _without(claim, places)).qk or left.vo]
+        claims = [left for claim in claims if (left := without(claim, places)).qk or left.vo]
         fixed = [site for site in fixed if (site.name, site.kind) not in places]
     return claims, fixed
 
@@ -102,8 +102,8 @@ def _positions(first: Any) -> tuple[int, ...]:
     return samples, in_features(first), *(side for _ in first.kernel_size)
 
 
-def _without(claim: Claim, places: set[tuple[str, str]]) -> Claim:
-    """What of a claim is still open."""
+def without(claim: Claim, places: set[tuple[str, str]]) -> Claim:
+    """The claim without the sites at these places, which have a name and a kind each."""
     qk = tuple(site for site in claim.qk if (site.name, site.kind) not in places)
     vo = tuple(site for site in claim.vo if (site.name, site.kind) not in places)
     return replace(claim, qk=qk, vo=vo)
