@@ -163,7 +163,7 @@ class _Trial:
             moments = both.stats.moments_of(site.name).total()
             W = projection_at(both.dense, site.down).weight.cpu().double()
             energy = output_energy(W, moments.mean, moments.cov())
-        return Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated, terms)
+        return Finding(site.name, site.kind, expected.error, measured, energy, epsilon, estimated, terms, expected.sums)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
