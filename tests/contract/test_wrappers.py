@@ -162,3 +162,11 @@ def test_a_model_that_does_not_run_on_random_numbers_says_so() -> None:
     model.largest = float(model(batch()).detach().abs().max()) * 1.001
     with pytest.raises(ModelError, match=r"does not run on those: ValueError: too large"):
         corp.find_sites(model, batch())
+
+
+def test_a_model_without_values_is_refused_before_anything_runs() -> None:
+    with torch.device("meta"):
+        model = Net()
+    for verb in (lambda: corp.prune(model, [batch()], corp.Recipe(mlp=0.5)), lambda: check_model(model, batch())):
+        with pytest.raises(ModelError, match=r"is on the meta device, and so are 23 more parameters"):
+            verb()

@@ -24,6 +24,7 @@ from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
 from corp.storage.export.possible import Exports
 from corp.storage.folder import load, save
+from corp.surgery.dispatch import require_weights
 
 KINDS = {"mlp": "MLP", "attn": "Q/K", "vo": "V/O"}
 WIDE = 96  # characters of a detail in one line of the table
@@ -111,6 +112,7 @@ def check_model(
 def _require_runs(model: nn.Module, batches: Sequence[Any], forward: Forward | None) -> None:
     """Refuse batches that the model does not take, before anything is said about the model."""
     require_module(model)
+    require_weights(model)
     if not batches:
         raise DataError("check_model needs at least one batch; the list is empty")
     for number, batch in enumerate(batches):
