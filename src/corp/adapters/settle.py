@@ -11,20 +11,11 @@ from torch import Tensor, nn
 from corp.adapters.causality import with_causality
 from corp.adapters.mlps import packings
 from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output
-from corp.adapters.structure import Claim, normalises
+from corp.adapters.reasons import ESCAPED, NO_KERNEL, why_failed
+from corp.adapters.structure import Claim
 from corp.adapters.symmetry import Changing, made_by, other_queries, transformed
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
-
-WHAT = {
-    "mlp": "permuting its channels and changing half of them changes the others",
-    "vo": "mapping its values and undoing that before the output projection changes what that takes",
-    "attn": "mapping queries and keys by inverse transposes changes the attention",
-}
-NO_KERNEL = (
-    "its queries and keys are rotated, and the rotated ones reach no attention kernel, where they are read; use "
-    'attn_implementation="sdpa" if the model has it'
-)
 
 
 @dataclass
@@ -167,6 +158,7 @@ class _Work:
     def _rounds(self, waiting: list[tuple[Claim | None, Sequence[Site]]], outcome: Outcome) -> None:
         """Round after round the next alternative of everything that has not been proven yet."""
         best: dict[str, float] = {}
+        problems: dict[str, str] = {}
         number = 0
         while waiting:
             now = [ways[number] for _, ways in waiting]
@@ -176,18 +168,16 @@ class _Work:
                 found = difference(site, self.at(site), self.base, trial)
                 if found is None or not all(rows.module in self.base.made for rows in made_by(site)):
                     self._undecided(claim, site, ways, outcome)
-                elif found <= self.limit and (problem := _unreadable(site, trial)):
-                    outcome.refused.append(Refusal(site.name, site.kind, problem))
-                elif found <= self.limit:
+                elif found <= self.limit and _unreadable(site, trial) is None:
                     self._accept(site, outcome, trial)
                 else:
+                    if found <= self.limit and (problem := _unreadable(site, trial)):
+                        problems[site.name] = problem
                     best[site.name] = min(found, best.get(site.name, found))
                     if number + 1 < len(ways):
                         left.append((claim, ways))
                     else:
-                        reason = f"tried out on the model, {WHAT[site.kind]} (by {best[site.name]:.2g} of its size)"
-                        if isinstance(site, AttentionSite):
-                            reason += normalises(self.model.get_submodule(site.attention))
+                        reason = problems.get(site.name) or why_failed(self.model, site, best[site.name])
                         outcome.refused.append(Refusal(site.name, site.kind, reason))
             waiting, number = left, number + 1
 
@@ -228,8 +218,7 @@ class _Work:
         for site in self._culprits(tried):
             outcome.sites.remove(site)
             outcome.proven.discard(site.name)
-            reason = "tried out on the model, its output changes: something besides its own layer uses what it makes"
-            outcome.refused.append(Refusal(site.name, site.kind, reason))
+            outcome.refused.append(Refusal(site.name, site.kind, ESCAPED))
 
     def _culprits(self, sites: list[Site]) -> list[Site]:
         """By halves, and only where something is wrong."""

@@ -62,6 +62,10 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
         reason = NARROWED if isinstance(module, NarrowAttention) else NORMALISED
         refused.append(Refusal(parts.name, "attn", reason))
         qk = []
+    elif qk and (table := per_dimension(module, qk[0])):
+        reason = f"{table} has a number for every dimension of a query, so queries do more than meet keys"
+        refused.append(Refusal(parts.name, "attn", reason))
+        qk = []
     if not vo:
         reason = "its output projection is not found" if not parts.down else "its output projection has another width"
         refused.append(Refusal(down, "vo", reason))
@@ -74,6 +78,17 @@ def normed(module: nn.Module) -> bool:
         r"(?:q|k|qk|query|key|q_?a?|k_?a?)_?(?:layer_?norm|norm|ln|layernorm)$|norm_?(?:q|k)$|(?:q|k)_ln$"
     )
     return any(pattern.match(name) and not isinstance(child, nn.Identity) for name, child in module.named_children())
+
+
+def per_dimension(module: nn.Module, site: AttentionSite) -> str | None:
+    """The attention's own parameter with rows as wide as a head (SAM's rel_pos_h), if it has one.
+
+    On a fresh model such a table is often zero, and passes every trial.
+    """
+    if site.width == site.heads:
+        return None  # a bias per head has the same shape
+    tables = module.named_parameters(recurse=False)
+    return next((name for name, table in tables if table.dim() == 2 and table.shape[1] == site.width), None)
 
 
 def normalises(module: nn.Module) -> str:
