@@ -59,6 +59,14 @@ class Relative(ByHead):
         return q @ self.rel_pos_h[: q.shape[-2]].mT
 
 
+class Luke(ByHead):
+    """Queries of another kind meet the same keys, if the input has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w2e_query = nn.Linear(D, D)
+
+
 class NotRotated(ByHead):
     """Its code speaks of rotary positions, and it has none; heads are samples to its kernel."""
 
@@ -117,10 +125,58 @@ def test_a_table_of_the_queries_is_refused_even_where_it_is_zero_yet() -> None:
     }
 
 
+def test_queries_for_other_inputs_are_refused_although_the_batch_has_none() -> None:
+    sites = corp.find_sites(Net(Luke), batch())
+    assert {r.reason for r in sites.refused} == {
+        "w2e_query may meet the same keys or queries, for inputs that were not tried out"
+    }
+    assert {site.kind for site in sites} == {"vo", "mlp"}
+
+
 def test_values_beside_refused_queries_are_measured() -> None:
     """One layer makes all three, and only a third of it is narrowed."""
     rows = {row.name: row for row in check_model(Net(Relative), batch(), show=None)}
     assert rows["predicted = measured"].detail == "4 of 4 sites measured"
+
+
+class Bypassed(nn.Module):
+    """The weights of an nn.MultiheadAttention that is never called, as in torchaudio's WavLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, self.inner.in_proj_weight).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return F.linear(y, self.inner.out_proj.weight)
+
+
+def test_weights_of_an_attention_that_is_not_called_are_refused() -> None:
+    sites = corp.find_sites(Net(Bypassed), batch())
+    reason = "nothing of the batch reaches it, or its weights are used without calling it"
+    assert {(r.kind, r.reason) for r in sites.refused} == {("attn", reason), ("vo", reason)}
+
+
+def test_reasons_that_differ_in_a_number_are_told_once() -> None:
+    class Mixed(nn.Module):
+        """Keys are scaled dimension by dimension with a factor that depends on the others."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads = H
+            self.q, self.k, self.v, self.proj = (nn.Linear(D, D) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (layer(x).unflatten(-1, (H, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            y = F.scaled_dot_product_attention(q.softmax(-1), k.softmax(-1), v)
+            out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
+            return out
+
+    model = Net(Mixed)
+    assert len({r.reason for r in corp.find_sites(model, batch()).refused}) == 2
+    rows = {row.name: row.detail for row in check_model(model, batch(), show=None)}
+    assert rows["Q/K sites"].count("changes the attention") == 1
 
 
 class Elsewhere(nn.Module):

@@ -16,13 +16,16 @@ from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import latent_attentions, noted, told_outside
 from corp.adapters.scope import lone_blocks
-from corp.adapters.settle import Outcome, first_ways, joined, settle
+from corp.adapters.settle import Outcome, first_ways, is_bare, joined, settle
 from corp.adapters.sharing import why_shared
 from corp.adapters.structure import Claim, claim_attention
 from corp.adapters.wrappers import inside_wrappers, wrapped_mlps
 from corp.calibration.batches import Forward, feed, require_runs
 from corp.errors import CorpError, ModelError
 from corp.sites import Finding, Refusal, Site, layers_of, module_of
+
+UNREACHED = "nothing of the batch reaches it"
+BYPASSED = f"{UNREACHED}, or its weights are used without calling it"
 
 
 def search(
@@ -180,7 +183,7 @@ def _try(
         return _without_unmoved(outcome, found)
     left = [*outcome.open_sites, *first_ways(outcome.open)]
     lost = [s for s in left if s.name in outcome.unreached and not _has_proven_fellow(s, outcome)]
-    found.refused += [Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in lost]
+    found.refused += [Refusal(s.name, s.kind, BYPASSED if is_bare(s) else UNREACHED) for s in lost]
     return [], [s for s in left if s not in lost]
 
 

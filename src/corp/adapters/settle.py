@@ -41,8 +41,8 @@ def settle(
 
     With `readings`, an MLP whose gate is packed with its other half is tried in every way that they may be packed.
     """
-    bare = [site for site in fixed if _bare(site)]
-    work = _Work(model, run, claims, [site for site in fixed if not _bare(site)], bare, readings)
+    bare = [site for site in fixed if is_bare(site)]
+    work = _Work(model, run, claims, [site for site in fixed if not is_bare(site)], bare, readings)
     outcome = Outcome()
     for site in bare:
         reached = module_of(site) in work.base.ran
@@ -56,7 +56,7 @@ def settle(
     return outcome
 
 
-def _bare(site: Site) -> bool:
+def is_bare(site: Site) -> bool:
     """nn.MultiheadAttention, known by its exact class, calls no layer that could be watched."""
     return (isinstance(site, AttentionSite) and site.q.bare) or (isinstance(site, ValueSite) and site.v.bare)
 
