@@ -132,9 +132,9 @@ class Weighed(nn.Module):
 def test_what_does_not_treat_channels_one_by_one_is_refused() -> None:
     groups = stacked(nn.Conv2d, lambda: nn.Conv2d(HIDDEN, HIDDEN, 3, padding=1, groups=4))
     for model, reason in (
-        (groups, "0.between has parameters of its own for every hidden channel"),
-        (stacked(nn.Conv2d, lambda: nn.LayerNorm([HIDDEN, 5, 6])), "0.between has parameters"),
-        (stacked(nn.Conv2d, lambda: nn.PReLU(HIDDEN)), "0.between has parameters"),
+        (groups, "between has parameters of its own for every hidden channel"),
+        (stacked(nn.Conv2d, lambda: nn.LayerNorm([HIDDEN, 5, 6])), "between has parameters"),
+        (stacked(nn.Conv2d, lambda: nn.PReLU(HIDDEN)), "between has parameters"),
         (nn.Sequential(Elsewhere(), Elsewhere()).double().eval(), "tried out on the model"),
     ):
         sites = corp.find_sites(model, maps(5, 6))

@@ -202,7 +202,7 @@ def test_the_wrong_number_of_heads_is_refused() -> None:
 def test_trying_out_leaves_the_model_as_it_was_also_when_it_fails() -> None:
     model = Between(nn.GELU()).train()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    places = proof.places_of([SITE], {})
+    places = proof.places_of(model, [SITE], {})
 
     def run() -> Tensor:
         model(torch.ones(2, 8))

@@ -140,6 +140,40 @@ def test_what_rounding_explains_is_no_disagreement(planned: float, found: float,
     assert Finding("mlp", "mlp", planned, found, energy=1.0, epsilon=epsilon, terms=terms).agrees is agrees
 
 
+def test_sums_that_cancel_are_rounded_by_their_own_size() -> None:
+    assert not Finding("vo", "vo", 2e-5, 3e-5, energy=1.0, epsilon=1e-7).agrees
+    assert Finding("vo", "vo", 2e-5, 3e-5, energy=1.0, epsilon=1e-7, sums=20.0).agrees
+
+
+class Wide(torch.nn.Module):
+    """An attention whose heads are wider than its input, as vit-pytorch makes them by default."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, width**-0.5
+        self.to_qkv = torch.nn.Linear(dim, 3 * heads * width, bias=False)
+        self.to_out = torch.nn.Linear(heads * width, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.to_qkv(x).chunk(3, -1))
+        weights = (q @ k.mT * self.scale).softmax(-1)
+        out: torch.Tensor = x + self.to_out((weights @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few tokens, on purpose
+@pytest.mark.parametrize("samples", [3, 6, 40])
+def test_dimensions_that_are_nothing_but_rounding_are_no_disagreement(samples: int) -> None:
+    """Half of a head's values are linear in the others, and their basis magnifies what rounding leaves of them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Wide(), Wide()).eval()
+    data = [torch.randn(samples, 17, 32)]
+    stats = corp.calibrate(model, data)
+    plan = corp.plan(model, stats, Recipe(vo=0.4))
+    pruned = corp.apply(model, stats, plan).model
+    require_equal(check(model, pruned, plan, data))
+
+
 def test_sites_that_see_fewer_tokens_than_dimensions_do_what_their_weights_say() -> None:
     torch.manual_seed(0)
     sizes = {"img_size": 32, "embed_dim": 64, "depth": 2, "num_heads": 4}

@@ -156,6 +156,22 @@ def test_millimetres_in_place_of_metres_are_pointed_out() -> None:
         metric.estimates()
 
 
+def test_classes_in_place_of_depths_are_pointed_out() -> None:
+    metric = Depth()
+    labels = torch.arange(18.0).view(2, 3, 3) + 1
+    metric.add(torch.full((2, 1, 3, 3), 2.5), labels)
+    with pytest.warns(CorpWarning, match=r"at most 64 whole numbers: maps of classes are for the task 'segmentation'"):
+        metric.estimates()
+
+
+def test_one_image_of_measured_depths_is_enough_to_tell_them_from_classes() -> None:
+    metric = Depth()
+    depths = torch.arange(18.0).view(2, 3, 3) + 1
+    depths[1, 1, 1] = 4.25
+    metric.add(torch.full((2, 1, 3, 3), 2.5), depths)
+    metric.estimates()  # a warning would be an error
+
+
 def paint(path: Path, pixels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels.astype(np.uint8)).save(path)

@@ -111,6 +111,9 @@ def test_what_cannot_be_fitted_is_said() -> None:
     only[0] = 1
     with pytest.raises(corp.CorpError, match="no labelled pixel in the images"):
         fit_head(Pixels(), pairs(only, images), info)
+    labels = torch.arange(20 * 24.0).view(20, 4, 6) % 5 + 1
+    with pytest.warns(CorpWarning, match="maps of classes are for the task 'segmentation'"), torch.no_grad():
+        fit_head(Pixels().eval(), pairs(labels, images), HeadInfo("depth"))
     with pytest.warns(CorpWarning, match="median depth is 2500"), torch.no_grad():
         fit_head(
             Pixels().eval(), pairs(torch.full((20, 4, 6), 2500.0) + torch.rand(20, 4, 6), images), HeadInfo("depth")

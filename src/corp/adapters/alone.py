@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from corp.calibration.hooks import block_of
 from corp.sites import Refusal, Site, is_pointwise, layers_of
 
 SHAPE = (3, 7)  # samples and tokens
+MOST_TOKENS = 256  # of a window
 # Arguments besides the sequence that a module may have, and that change nothing if they are not given.
 _HARMLESS = re.compile(r"mask|return|need|output|causal|cache|past|drop|train", re.IGNORECASE)
 
@@ -55,7 +57,7 @@ def try_alone(model: nn.Module, claims: list[Claim], fixed: list[Site], found: F
         found.sites += proven
         found.proven |= {site.name for site in proven}
         places = {(site.name, site.kind) for site in proven}
-        claims = [left for claim in claims if (left := _without(claim, places)).qk or left.vo]
+        claims = [left for claim in claims if (left := without(claim, places)).qk or left.vo]
         fixed = [site for site in fixed if (site.name, site.kind) not in places]
     return claims, fixed
 
@@ -87,13 +89,25 @@ def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed:
         return []
     first = next(layer for layer in module.modules() if is_linear(layer) or is_pointwise(layer))
     device, dtype = placement(module)
-    shape = (*SHAPE, in_features(first)) if is_linear(first) else _positions(first)
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    try:
-        outcome = settle(model, lambda: module(x, **_nothing_else(module)), claims, fixed, readings=True)
-    except Exception:  # it takes something else: undecided
-        return []
-    return [site for site in outcome.sites if site.name in outcome.proven]
+    shapes = [(SHAPE[0], n, in_features(first)) for n in lengths(module)] if is_linear(first) else [_positions(first)]
+    for shape in shapes:
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        try:
+            outcome = settle(model, partial(module, x, **_nothing_else(module)), claims, fixed, readings=True)
+        except Exception:  # it takes something else: undecided
+            continue
+        return [site for site in outcome.sites if site.name in outcome.proven]
+    return []
+
+
+def lengths(module: nn.Module) -> list[int]:
+    """How many tokens a module may take: any number, or as many as a table in it has for every pair of them.
+
+    Attention in windows has such a table (an index of relative positions, a mask) as a buffer or a parameter.
+    """
+    tables = [*module.buffers(), *module.parameters()]
+    square = [table.shape[-1] for table in tables if table.dim() > 1 and table.shape[-1] == table.shape[-2]]
+    return list(dict.fromkeys([SHAPE[1], *(n for n in square if n <= MOST_TOKENS)]))
 
 
 def _positions(first: Any) -> tuple[int, ...]:
@@ -102,8 +116,8 @@ def _positions(first: Any) -> tuple[int, ...]:
     return samples, in_features(first), *(side for _ in first.kernel_size)
 
 
-def _without(claim: Claim, places: set[tuple[str, str]]) -> Claim:
-    """The part of a claim that is still open."""
+def without(claim: Claim, places: set[tuple[str, str]]) -> Claim:
+    """The claim without the sites at these places, which have a name and a kind each."""
     qk = tuple(site for site in claim.qk if (site.name, site.kind) not in places)
     vo = tuple(site for site in claim.vo if (site.name, site.kind) not in places)
     return replace(claim, qk=qk, vo=vo)

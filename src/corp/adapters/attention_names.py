@@ -11,6 +11,7 @@ from torch import nn
 
 from corp.adapters.linears import is_linear
 from corp.sites import Refusal
+from corp.surgery.linear import why_not_linear
 
 _AFFIX = r"(?:to_|w_?|lin_|linear_|in_proj_|c_|x?attn_|projection_|project_|att_proj_|proj_|fc_|dense_)?{}"
 _AFFIX += r"(?:_?(?:proj|lin|linear|attn|projection|layer|dense|net))?(?:\.0)?$"
@@ -91,16 +92,21 @@ def _listed(module: nn.Module) -> list[str]:
 
 def wrapped(model: nn.Module) -> Iterator[Refusal]:
     """Attentions whose queries, keys or values do not come from a linear layer (but from LoRA, a convolution)."""
+    for name, paths in wrapped_makers(model):
+        problem = why_not_linear(model.get_submodule(f"{name}.{paths[0]}" if name else paths[0]))
+        yield Refusal(name, "attn", f"{paths[0]} {problem}")
+        yield Refusal(f"{name}.out" if name else "out", "vo", f"{paths[0]} {problem}")
+
+
+def wrapped_makers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Attentions by name, with those of their makers of queries, keys and values that are no linear layers."""
     for name, module in model.named_modules():
         if _parts(model, name, module) is not None:
             continue
         makers = {path: child for path, child in module.named_children() if path != "attn" and letters_of(path)}
         odd = [path for path, child in makers.items() if not is_linear(child) and _has_matrix(child)]
         if odd and sorted("".join(map(letters_of, makers))) == ["k", "q", "v"]:
-            cls = type(makers[odd[0]])
-            reason = f"{odd[0]} is a {cls.__module__}.{cls.__name__}, not a plain linear layer"
-            yield Refusal(name, "attn", reason)
-            yield Refusal(f"{name}.out" if name else "out", "vo", reason)
+            yield name, odd
 
 
 def _has_matrix(module: nn.Module) -> bool:

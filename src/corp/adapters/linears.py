@@ -24,6 +24,11 @@ def linears(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_linear(module) or is_pointwise(module)}
 
 
+def mixes(module: object) -> bool:
+    """Whether a module is a linear layer or a convolution of any kind."""
+    return is_linear(module) or isinstance(module, nn.modules.conv._ConvNd)
+
+
 def in_block(name: str) -> bool:
     """Whether a layer is inside a numbered (repeated) block."""
     return any(NUMBERED.fullmatch(part) for part in name.split(".")[:-1])

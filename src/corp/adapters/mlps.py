@@ -75,7 +75,8 @@ def _around(model: nn.Module, made: MLPSite | Refusal, between: list[str]) -> ML
         return made
     odd = [name for name in between if not is_channelwise(model.get_submodule(name), made.width)]
     if odd:
-        return Refusal(made.name, "mlp", f"{odd[0]} has parameters of its own for every hidden channel")
+        inside = odd[0].removeprefix(f"{made.name}.")
+        return Refusal(made.name, "mlp", f"{inside} has parameters of its own for every hidden channel")
     return replace(made, between=tuple(between))
 
 

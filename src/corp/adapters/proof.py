@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corp.adapters.symmetry import Change, compared, made_by, noise, other_queries, permuted, transformed, undone
+from corp.adapters.linears import mixes
+from corp.adapters.symmetry import (
+    Change,
+    Changing,
+    compared,
+    made_by,
+    noise,
+    permuted,
+    sketch,
+    transformed,
+    undone,
+)
 from corp.calibration.batches import evaluating, without_cache
 from corp.calibration.hooks import input_of, removing, uncompiled, with_input, without_fast_path
 from corp.calibration.kernel import Watched, watching_kernel
@@ -38,13 +49,14 @@ class Trial:
     """One pass: the inputs of consuming layers (`z`) and attention kernels (`kernels`: shapes and scale), by name.
 
     `made` are the layers that were called, with the shape of their outputs, and `ran` the attentions. `dtypes` are
-    those of the activations, which under autocast differ from the model's.
+    those of the activations, which under autocast differ from the model's. `passing` sketches other layers' inputs.
     """
 
     z: dict[str, list[Tensor]] = field(default_factory=dict)
     kernels: dict[str, tuple[torch.Size, torch.Size, float]] = field(default_factory=dict)
     made: dict[str, torch.Size] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
+    passing: dict[str, list[Tensor]] = field(default_factory=dict)
     output: list[Tensor] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
 
@@ -59,7 +71,7 @@ class Places:
     """The layers whose outputs are random in a trial, those whose inputs are compared, and attentions by the latter.
 
     An attention without a known output projection is compared at its output. Modules `passed` on the way from the
-    first to the second are compared too, but not replaced.
+    first to the second are compared too, but not replaced. `others` are all other layers: their inputs must not change.
     """
 
     makers: tuple[str, ...]
@@ -67,28 +79,29 @@ class Places:
     ends: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
-def places_of(sites: Sequence[Site], downs: dict[str, str]) -> Places:
+def places_of(model: nn.Module, sites: Sequence[Site], downs: dict[str, str]) -> Places:
     makers = [rows.module for site in sites for rows in made_by(site)]
     ends = [s.attention for s in sites if isinstance(s, AttentionSite) and s.attention not in downs]
     takers = [*(s.down for s in sites if not isinstance(s, AttentionSite)), *downs.values()]
     attentions = [s.attention for s in sites if not isinstance(s, MLPSite)]
     passed = [name for s in sites if isinstance(s, MLPSite) for name in s.between]
-    return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends, attentions, passed)))
+    looked_at = {*takers, *passed}
+    others = [name for name, module in model.named_modules() if mixes(module) and name not in looked_at]
+    return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends, attentions, passed, others)))
 
 
-def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), control: bool = False) -> Trial:
-    """Run the model with random numbers as the outputs of its layers, transformed for `sites`.
-
-    With `control`, queries and keys of the first half of the samples are replaced by others: if nothing changes, a
-    trial of them is meaningless, and the other half must not change.
-    """
+def attempt(
+    model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = (), change: Changing = transformed
+) -> Trial:
+    """Run the model with random numbers for what its layers make, changed for `sites` by `change`."""
     trial = Trial()
     changes: dict[str, list[tuple[Rows, Change]]] = {}
     for site in sites:
-        for rows, change in other_queries(site) if control else transformed(site):
-            changes.setdefault(rows.module, []).append((rows, change))
+        for rows, new in change(site):
+            changes.setdefault(rows.module, []).append((rows, new))
     handles = []
     for name in places.makers:
         handles.append(
@@ -99,6 +112,9 @@ def attempt(model: nn.Module, run: Run, places: Places, sites: Sequence[Site] = 
     for site, name in [(s, n) for s in sites if isinstance(s, MLPSite) for n in s.between]:
         handles.append(model.get_submodule(name).register_forward_pre_hook(here(_back(site)), with_kwargs=True))
         handles.append(model.get_submodule(name).register_forward_hook(here(_forth(site))))
+    for name in places.others:
+        note_it = here(_sketch(name, trial))
+        handles.append(model.get_submodule(name).register_forward_pre_hook(note_it, with_kwargs=True))
     for name in places.takers:
         handles.append(model.get_submodule(name).register_forward_pre_hook(here(_take(name, trial)), with_kwargs=True))
     for name in places.attentions:
@@ -158,6 +174,15 @@ def _take(name: str, trial: Trial) -> Any:
 def _pass(name: str, trial: Trial) -> Any:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trial.z.setdefault(name, []).append(features_last(module, input_of(args, kwargs).detach()).clone())
+
+    return before
+
+
+def _sketch(name: str, trial: Trial) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = input_of(args, kwargs)
+        if isinstance(x, Tensor) and x.is_floating_point():
+            trial.passing.setdefault(name, []).append(sketch(name, features_last(module, x.detach())))
 
     return before
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from corp.adapters.alone import Found, try_alone
+from corp.adapters.alone import Found, try_alone, without
 from corp.adapters.attention_names import attentions, is_vague, wrapped
 from corp.adapters.examples import examples
 from corp.adapters.head_layouts import head_rows
@@ -16,11 +16,16 @@ from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import latent_attentions, noted, told_outside
 from corp.adapters.scope import lone_blocks
-from corp.adapters.settle import Outcome, first_ways, joined, settle
+from corp.adapters.settle import Outcome, first_ways, is_bare, joined, settle
+from corp.adapters.sharing import why_shared
 from corp.adapters.structure import Claim, claim_attention
-from corp.calibration.batches import Forward, feed
-from corp.errors import CorpError
+from corp.adapters.wrappers import inside_wrappers, wrapped_mlps
+from corp.calibration.batches import Forward, feed, require_runs
+from corp.errors import CorpError, ModelError
 from corp.sites import Finding, Refusal, Site, layers_of, module_of
+
+UNREACHED = "nothing of the batch reaches it"
+BYPASSED = f"{UNREACHED}, or its weights are used without calling it"
 
 
 def search(
@@ -36,49 +41,30 @@ def search(
             fixed.append(one)
     claims = list(_claims(model, fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
-    refused += [*latent_attentions(model), *wrapped(model)]
+    refused += [*latent_attentions(model), *_unspoken(wrapped(model), refused)]
+    homes = [*(claim.parts.name for claim in claims), *(module_of(site) for site in fixed if site.kind != "mlp")]
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
     taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
     taken |= {claim.parts.down for claim in claims if claim.parts.down}
     taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
+    within = [*homes, *(r.name for r in refused if r.kind == "attn")]
+    refused += [r for r in wrapped_mlps(model, within) if r.name not in taken]
+    taken |= set(_under(model, list(inside_wrappers(model))))
     routed = list(experts(model))
     taken |= {name for one in routed if not isinstance(one, Refusal) for name in layers_of(one)}
-    blocks = lone_blocks(
-        [*(claim.parts.name for claim in claims), *(module_of(site) for site in fixed if site.kind != "mlp")]
-    )
-    for one in (*routed, *mlps(model, taken, blocks)):
+    for one in (*routed, *mlps(model, taken, lone_blocks(homes))):
         if isinstance(one, Refusal):
             refused.append(one)
         else:
             fixed.append(noted(model, one))
-    shared = _sharing(model, [*fixed, *first_ways(claims)])
+    shared = why_shared(model, [*fixed, *first_ways(claims)])
     refused += [Refusal(*place, reason) for place, reason in shared.items()]
-    claims = [claim for claim in claims if not {(s.name, s.kind) for s in first_ways([claim])} & set(shared)]
+    claims = [left for claim in claims if (left := without(claim, set(shared))).qk or left.vo]
     fixed = [site for site in fixed if (site.name, site.kind) not in shared]
     found = _tried(model, claims, fixed, batch, forward)
     found.refused = _only_once([*refused, *found.refused], found.sites)
     found.sites = _ordered(model, joined(found.sites))
     return found
-
-
-def _sharing(model: nn.Module, sites: Sequence[Site]) -> dict[tuple[str, str], str]:
-    """Why sites of different modules that use one layer are refused: pruning one would change the other.
-
-    Blocks that share all their weights (Zamba) would need more memory if each of them got its own.
-    """
-    users: dict[tuple[str, Any], list[Site]] = {}
-    for site in sites:
-        layers = [model.get_submodule(name) for name in layers_of(site)]
-        weights = [id(p) for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
-        for shared in ("all its weights", frozenset(weights)), *(("a layer", id(layer)) for layer in layers):
-            users.setdefault(shared, []).append(site)
-    return {
-        (site.name, site.kind): f"it shares {what} with {other.name}"
-        for (what, _), several in users.items()
-        for site in several
-        for other in several
-        if module_of(other) != module_of(site)
-    }
 
 
 def _multiheads(
@@ -104,6 +90,12 @@ def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> I
 
 def _under(model: nn.Module, prefixes: Sequence[str]) -> Iterator[str]:
     return (name for name, _ in model.named_modules() if any(name.startswith(prefix) for prefix in prefixes))
+
+
+def _unspoken(found: Iterable[Refusal], refused: Sequence[Refusal]) -> list[Refusal]:
+    """Those of modules about which no adapter has said anything."""
+    known = {r.name for r in refused if r.kind == "attn"}
+    return [r for r in found if (r.name if r.kind == "attn" else r.name.rpartition(".")[0]) not in known]
 
 
 def _only_once(refused: Sequence[Refusal], sites: Sequence[Site]) -> list[Refusal]:
@@ -132,9 +124,25 @@ def _tried(model: nn.Module, claims: list[Claim], fixed: list[Site], batch: Any,
             # What loading, which has no batch, would find.
             claims = [Claim(claim.parts, claim.qk[:1], claim.vo[:1]) for claim in claims]
             fixed, found.sites, found.proven = [*fixed, *found.sites], [], set()
-            claims, fixed = _try(model, lambda: feed(model, batch, forward), claims, fixed, found, strict=True)
+            claims, fixed = _try_batch(model, batch, forward, claims, fixed, found)
     found.sites += [*fixed, *first_ways(claims)]
     return found
+
+
+def _try_batch(
+    model: nn.Module, batch: Any, forward: Forward | None, claims: list[Claim], fixed: list[Site], found: Found
+) -> tuple[list[Claim], list[Site]]:
+    """The user's batch; one that the model does not run on is refused as such."""
+    try:
+        return _try(model, lambda: feed(model, batch, forward), claims, fixed, found, strict=True)
+    except CorpError:
+        raise
+    except Exception as error:
+        require_runs(model, batch, forward, "the batch")
+        raise ModelError(
+            "sites are tried out with random numbers in place of what their layers make, and the model does not run "
+            f"on those: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _without_unmoved(outcome: Outcome, found: Found) -> tuple[list[Claim], list[Site]]:
@@ -175,7 +183,7 @@ def _try(
         return _without_unmoved(outcome, found)
     left = [*outcome.open_sites, *first_ways(outcome.open)]
     lost = [s for s in left if s.name in outcome.unreached and not _has_proven_fellow(s, outcome)]
-    found.refused += [Refusal(s.name, s.kind, "nothing of the batch reaches it") for s in lost]
+    found.refused += [Refusal(s.name, s.kind, BYPASSED if is_bare(s) else UNREACHED) for s in lost]
     return [], [s for s in left if s not in lost]
 
 

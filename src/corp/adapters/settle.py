@@ -8,22 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from corp.adapters.causality import with_causality
 from corp.adapters.mlps import packings
 from corp.adapters.proof import Run, Trial, attempt, difference, distance, places_of, same_output
-from corp.adapters.structure import Claim, normalises
-from corp.adapters.symmetry import made_by
+from corp.adapters.reasons import ESCAPED, NO_KERNEL, why_failed
+from corp.adapters.structure import Claim
+from corp.adapters.symmetry import Changing, made_by, other_queries, transformed
 from corp.sites import AttentionSite, MLPSite, Refusal, Site, ValueSite, module_of
 from corp.surgery.padded import Padded
-
-WHAT = {
-    "mlp": "permuting its channels and changing half of them changes the others",
-    "vo": "mapping its values and undoing that before the output projection changes what that takes",
-    "attn": "mapping queries and keys by inverse transposes changes the attention",
-}
-NO_KERNEL = (
-    "its queries and keys are rotated, and the rotated ones reach no attention kernel, where they are read; use "
-    'attn_implementation="sdpa" if the model has it'
-)
 
 
 @dataclass
@@ -49,8 +41,8 @@ def settle(
 
     With `readings`, an MLP with packed gate and up is tried in every possible packing.
     """
-    bare = [site for site in fixed if _bare(site)]
-    work = _Work(model, run, claims, [site for site in fixed if not _bare(site)], bare, readings)
+    bare = [site for site in fixed if is_bare(site)]
+    work = _Work(model, run, claims, [site for site in fixed if not is_bare(site)], bare, readings)
     outcome = Outcome()
     for site in bare:
         reached = module_of(site) in work.base.ran
@@ -60,10 +52,11 @@ def settle(
         work.values(outcome)
         work.queries(outcome)
         work.together(outcome)
+    outcome.sites = with_causality(outcome.sites, work.base, work.attempt, work.at)
     return outcome
 
 
-def _bare(site: Site) -> bool:
+def is_bare(site: Site) -> bool:
     """Whether the site is an nn.MultiheadAttention, known by its class, which calls no layer that could be observed."""
     return (isinstance(site, AttentionSite) and site.q.bare) or (isinstance(site, ValueSite) and site.v.bare)
 
@@ -85,15 +78,15 @@ class _Work:
         every: list[Site] = [*fixed]
         for claim in claims:
             every += [*claim.qk, *claim.vo]
-        places = places_of(every, self.downs)
+        places = places_of(model, every, self.downs)
         self.places = replace(places, attentions=(*places.attentions, *map(module_of, bare)))
         self.base = self.attempt([])
         self.limit = self.base.limit
         self.control = self.base
         self.chosen: dict[str, Padded] = {}  # attention -> the layout that its values verified
 
-    def attempt(self, sites: Sequence[Site], **options: Any) -> Trial:
-        return attempt(self.model, self.run, self.places, sites, **options)
+    def attempt(self, sites: Sequence[Site], change: Changing = transformed) -> Trial:
+        return attempt(self.model, self.run, self.places, sites, change)
 
     def at(self, site: Site) -> str:
         return self.downs.get(site.attention, site.attention) if isinstance(site, AttentionSite) else site.down
@@ -108,9 +101,9 @@ class _Work:
         if not all(self._agrees(judge, trial) and not _unreadable(site, trial) for site, judge in judged):
             return False
         found_by_structure = [s for s in every if isinstance(s, AttentionSite) and s.padded]
-        control = self.attempt(found_by_structure, control=True) if found_by_structure else self.base
+        control = self.attempt(found_by_structure, other_queries) if found_by_structure else self.base
         sensitive = all(self._changes(s, control) for s in found_by_structure if s.name in claimed)
-        if not same_output(self.base, trial) or not sensitive:
+        if not self._apart(every, trial) or not sensitive:
             return False
         self.control = control
         for site in every:
@@ -155,7 +148,7 @@ class _Work:
         for claim in self.claims:
             ways = [s for s in claim.qk if _same_layout(s, self.chosen.get(claim.parts.name))]
             waiting += [(claim, ways)] if ways else []
-        self.control = self.attempt([ways[0] for _, ways in waiting], control=True) if waiting else self.base
+        self.control = self.attempt([ways[0] for _, ways in waiting], other_queries) if waiting else self.base
         sensitive = [one for one in waiting if self._changes(one[1][0], self.control)]
         for one in waiting:
             if one not in sensitive:
@@ -165,6 +158,7 @@ class _Work:
     def _rounds(self, waiting: list[tuple[Claim | None, Sequence[Site]]], outcome: Outcome) -> None:
         """In each round, try the next alternative of everything that is not verified yet."""
         best: dict[str, float] = {}
+        problems: dict[str, str] = {}
         number = 0
         while waiting:
             now = [ways[number] for _, ways in waiting]
@@ -174,18 +168,16 @@ class _Work:
                 found = difference(site, self.at(site), self.base, trial)
                 if found is None or not all(rows.module in self.base.made for rows in made_by(site)):
                     self._undecided(claim, site, ways, outcome)
-                elif found <= self.limit and (problem := _unreadable(site, trial)):
-                    outcome.refused.append(Refusal(site.name, site.kind, problem))
-                elif found <= self.limit:
+                elif found <= self.limit and _unreadable(site, trial) is None:
                     self._accept(site, outcome, trial)
                 else:
+                    if found <= self.limit and (problem := _unreadable(site, trial)):
+                        problems[site.name] = problem
                     best[site.name] = min(found, best.get(site.name, found))
                     if number + 1 < len(ways):
                         left.append((claim, ways))
                     else:
-                        reason = f"tried out on the model, {WHAT[site.kind]} (by {best[site.name]:.2g} of its size)"
-                        if isinstance(site, AttentionSite):
-                            reason += normalises(self.model.get_submodule(site.attention))
+                        reason = problems.get(site.name) or why_failed(self.model, site, best[site.name])
                         outcome.refused.append(Refusal(site.name, site.kind, reason))
             waiting, number = left, number + 1
 
@@ -226,8 +218,7 @@ class _Work:
         for site in self._culprits(tried):
             outcome.sites.remove(site)
             outcome.proven.discard(site.name)
-            reason = "tried out on the model, its output changes: something besides its own layer uses what it makes"
-            outcome.refused.append(Refusal(site.name, site.kind, reason))
+            outcome.refused.append(Refusal(site.name, site.kind, ESCAPED))
 
     def _culprits(self, sites: list[Site]) -> list[Site]:
         """The sites that cause a difference, found by halving."""
@@ -244,6 +235,12 @@ class _Work:
         own |= {name for site in sites if isinstance(site, MLPSite) for name in site.between}
         others = [
             list(zip(z, trial.z.get(name, []), strict=False)) for name, z in self.base.z.items() if name not in own
+        ]
+        inside = tuple(f"{site.attention}." for site in sites if not isinstance(site, MLPSite))
+        others += [
+            list(zip(z, trial.passing.get(name, []), strict=False))
+            for name, z in self.base.passing.items()
+            if not name.startswith(inside)
         ]
         return same_output(self.base, trial) and all((distance(pairs) or 0) <= self.limit for pairs in others)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from corp.adapters.attention_names import CROSS, Parts
 from corp.adapters.head_layouts import head_rows
-from corp.adapters.linears import in_features, not_linear
+from corp.adapters.linears import in_features, is_linear, not_linear, out_features
 from corp.adapters.rotation_hints import hints_rotation, names_in, rotates_neighbours
 from corp.sites import AttentionSite, Refusal, Rotary, Rows, ValueSite
 from corp.surgery.hf_attention import NarrowAttention
@@ -23,6 +23,7 @@ NORMALISED = (
     "QK-norm divides by the length of the whole head, which pruned dimensions are part of: corp predicts it only where "
     "every head is normalised alone and then rotated, as in Qwen3"
 )
+_OTHER = re.compile(r"_(?:query|key)$")  # LUKE: w2e_query, between words and entities
 NARROWED = "it was narrowed already; prune the dense model instead"
 
 
@@ -62,6 +63,9 @@ def claim_attention(model: nn.Module, parts: Parts, note: Any) -> Claim:
         reason = NARROWED if isinstance(module, NarrowAttention) else NORMALISED
         refused.append(Refusal(parts.name, "attn", reason))
         qk = []
+    elif qk and (problem := shared_dimensions(module, parts, qk[0])):
+        refused.append(Refusal(parts.name, "attn", problem))
+        qk = []
     if not vo:
         reason = "its output projection is not found" if not parts.down else "its output projection has another width"
         refused.append(Refusal(down, "vo", reason))
@@ -74,6 +78,22 @@ def normed(module: nn.Module) -> bool:
         r"(?:q|k|qk|query|key|q_?a?|k_?a?)_?(?:layer_?norm|norm|ln|layernorm)$|norm_?(?:q|k)$|(?:q|k)_ln$"
     )
     return any(pattern.match(name) and not isinstance(child, nn.Identity) for name, child in module.named_children())
+
+
+def shared_dimensions(module: nn.Module, parts: Parts, site: AttentionSite) -> str | None:
+    """Why queries and keys cannot change their dimensions: something else meets them, also where no trial shows it.
+
+    A table of relative positions (SAM's rel_pos_h) is often zero on a fresh model, and passes every trial; a bias per
+    head has the same shape if heads are as many as dimensions. Other queries (LUKE's) are used for some inputs only.
+    """
+    makers = {path for path, _ in parts.makers}
+    for name, child in module.named_children():
+        if name not in makers and _OTHER.search(name) and is_linear(child) and out_features(child) == site.q.width:
+            return f"{name} may meet the same keys or queries, for inputs that were not tried out"
+    for name, table in module.named_parameters(recurse=False):
+        if table.dim() == 2 and table.shape[1] == site.width != site.heads:
+            return f"{name} has a number for every dimension of a query, so queries do more than meet keys"
+    return None
 
 
 def normalises(module: nn.Module) -> str:

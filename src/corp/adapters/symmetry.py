@@ -12,6 +12,8 @@ from torch import Tensor
 from corp.sites import AttentionSite, MLPSite, Rows, Site, ValueSite
 
 Change = Callable[[Tensor], Tensor]
+Changing = Callable[[Site], list[tuple[Rows, Change]]]
+SKETCHED = 4  # numbers that stand for the features of a position
 
 
 def made_by(site: Site) -> tuple[Rows, ...]:
@@ -28,6 +30,12 @@ def made_by(site: Site) -> tuple[Rows, ...]:
 def noise(name: str, like: Tensor) -> Tensor:
     """Normal numbers in the shape of `like`, the same for the same name."""
     return torch.randn(like.shape, generator=_drawn(name), dtype=torch.float32).to(like.device, like.dtype)
+
+
+def sketch(name: str, x: Tensor) -> Tensor:
+    """x (..., C) by a few random sums of its features (..., 4): where x changes, they do, and they are small."""
+    sums = noise(f"{name}/sketch", x.new_empty(x.shape[-1], SKETCHED, dtype=torch.float32))
+    return x.to(sums.dtype) @ sums
 
 
 def _drawn(name: str) -> torch.Generator:
@@ -54,7 +62,10 @@ def transformed(site: Site) -> list[tuple[Rows, Change]]:
 
 
 def other_queries(site: Site) -> list[tuple[Rows, Change]]:
-    """Other queries and keys in the first half of the samples; not scaled ones, because a norm would hide that."""
+    """Other queries and keys in the first half of the samples: where nothing changes, a trial would prove nothing.
+
+    Not scaled ones: a norm would hide that. The other half of the samples must not change.
+    """
     if not isinstance(site, AttentionSite):
         return []
 

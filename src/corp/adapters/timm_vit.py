@@ -53,8 +53,8 @@ def _walk(model: nn.Module) -> Iterator[Finding]:
         elif isinstance(module, FUSED_BLOCKS):
             reason = f"{type(module).__name__} fuses attention and MLP into one projection"
             yield from (Refusal(f"{name}.{kind}", kind, reason) for kind in ("attn", "mlp", "vo"))
-        elif (kind := name.rpartition(".")[2]) in ("attn", "mlp"):
-            yield Refusal(name, kind, f"{type(module).__module__}.{type(module).__name__} is not understood")
+        elif name.rpartition(".")[2] == "attn":  # MLPs of other classes are found by structure
+            yield Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")
 
 
 def _in_a_block(name: str) -> bool:

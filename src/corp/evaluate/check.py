@@ -90,6 +90,8 @@ def check(
     if plan.weights and fingerprint(dense) != plan.weights:
         raise PlanError("this dense model is not the one that was pruned: its weights differ")
     sites = find_sites(dense)
+    tried = find_sites(dense, first_batch(batches), forward)  # the data show more: whether attentions are causal
+    sites = sites.replacing({site.name: site for site in tried})
     stats = calibrate(dense, batches, forward=forward, settings=Settings(tokens="all"))
     epsilon = _coarsest(pruned, first_batch(batches), forward) ** ACCUMULATED
     both = Both(dense, pruned, sites, stats, plan)
@@ -161,7 +163,7 @@ class _Trial:
             moments = both.stats.moments_of(site.name).total()
             W = projection_at(both.dense, site.down).weight.cpu().double()
             energy = output_energy(W, moments.mean, moments.cov())
-        return Finding(site.name, site.kind, expected, measured, energy, epsilon, estimated, terms)
+        return Finding(site.name, site.kind, expected.error, measured, energy, epsilon, estimated, terms, expected.sums)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import sqrt
 from typing import NamedTuple, TypeAlias
 
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from corp.errors import DataError, ModelError, warn
-from corp.evaluate.heads import DEPTH, IGNORE
+from corp.evaluate.heads import DEPTH, IGNORE, SEGMENTATION
 from corp.measure.intervals import Interval, Z
 
 DELTA = 1.25  # depth within this factor of the truth counts as right; δ2 and δ3 use its square and cube
 NOTHING = -1  # the ignored label in a model's own maps, which have no unlabelled pixels
 FAR_OFF = 30  # between median depths: no model is that wrong, so the units differ
+FEW = 64  # whole numbers in a map of depths are labels: no sensor measures so coarsely
 
 
 class Estimate(NamedTuple):
@@ -44,6 +46,18 @@ def pooled(parts: Tensor, wholes: Tensor) -> Estimate:
     return Estimate(float(ratios.mean()), ((x - ratios * n) / total).mean(1))
 
 
+def may_be_labels(depths: Tensor) -> bool | None:
+    """Whether an image's depths are a few whole numbers, as labels are; a single one says nothing (None)."""
+    values = depths.unique()
+    return bool((values == values.round()).all()) and len(values) <= FEW if len(values) > 1 else None
+
+
+def warn_of_labels(found: Iterable[bool | None]) -> None:
+    """Warn if no image says that the maps are depths, and one that they are labels."""
+    if set(found) - {None} == {True}:
+        warn(f"every depth is one of at most {FEW} whole numbers: maps of classes are for the task {SEGMENTATION!r}")
+
+
 class Depth:
     """RMSE, absolute relative error and δ1–δ3: the share of pixels with max(p/t, t/p) < 1.25, 1.25², 1.25³.
 
@@ -53,6 +67,7 @@ class Depth:
     def __init__(self) -> None:
         self.rows: list[Tensor] = []  # per image (6,): squared and relative errors, three counts, pixels
         self.medians: list[tuple[float, float]] = []
+        self.labels: list[bool | None] = []
 
     def add(self, prediction: Tensor, target: Tensor) -> None:
         """Add predicted maps (B, 1, h, w), which are resized to the targets (B, H, W)."""
@@ -73,6 +88,7 @@ class Depth:
         self.rows.append(torch.tensor([*map(float, sums), float(len(t))], dtype=torch.float64))
         if len(t):
             self.medians.append((float(p.median()), float(t.median())))
+            self.labels.append(may_be_labels(t))
 
     def estimates(self) -> dict[str, Estimate]:
         rows = torch.stack(self.rows) if self.rows else torch.zeros(0, 6, dtype=torch.float64)
@@ -80,6 +96,7 @@ class Depth:
         if not bool((pixels > 0).any()):
             raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
         self._warn_of_units()
+        warn_of_labels(self.labels)
         square = pooled(rows[:, :1], pixels)
         rmse = sqrt(square.value)
         found = {"rmse": Estimate(rmse, square.influence / (2 * rmse) if rmse else square.influence)}

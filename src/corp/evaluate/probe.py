@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating, move, placement
 from corp.errors import DataError, warn
+from corp.evaluate.dense import may_be_labels, warn_of_labels
 from corp.evaluate.heads import DEPTH, LEAST_DEPTH, HeadInfo, LinearHead, patch_map
 from corp.numerics.refit import RIDGES, GapMoments, choose_ridge, fit_gap, gap_left
 
@@ -105,16 +106,20 @@ def _solved(fit: WeightedSums, unseen: WeightedSums, info: HeadInfo, images: int
 def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> tuple[int, Tensor | None]:
     """Read the label maps only: how many there are, and how many pixels each class has (K,); None for depths."""
     images, counts, medians = 0, torch.zeros(0, dtype=torch.int64), []
+    labels: list[bool | None] = []
     for _, maps in pairs:
         images += len(maps)
         if info.task == DEPTH:
-            medians += [float(depth.median()) for one in maps if len(depth := one[one > 0])]
+            depths = [depth for one in maps if len(depth := one[one > 0])]
+            medians += [float(depth.median()) for depth in depths]
+            labels += map(may_be_labels, depths)
         else:
             counts = _added(counts, maps, info.ignore, classes)
     if not images:
         raise DataError("no images to fit the head on (a generator can be used only once)")
     if info.task == DEPTH:
         _check_depths(medians)
+        warn_of_labels(labels)
         return images, None
     if not bool(counts.any()):
         raise DataError(f"no pixel has a label: all are {info.ignore}")

@@ -26,8 +26,9 @@ def apply_plan(
     dense: Dense, stats: Statistics, plan: Plan, sample: Sample | None = None, observer: Observer = SILENT
 ) -> Result:
     with observer.stage("checking", len(plan.sites), "sites") as advance:
-        smaller = narrowed_copy(dense.model, dense.sites, _with_folds(dense, stats, plan), stats)
-        require_agreement(verify(dense.model, smaller, dense.sites, stats, plan, advance))
+        folded = _with_folds(dense, stats, plan)
+        smaller = narrowed_copy(dense.model, dense.sites, folded, stats)
+        require_agreement(verify(dense.model, smaller, dense.sites, stats, folded, advance))
     set_history(smaller, (*history(dense.model), plan))
     if sample is None and stats.inputs is not None:
         sample = one_sample(dense.model, stats.inputs)

@@ -28,7 +28,7 @@ from corp.planning.widths import require_prunable, require_recipe
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint, site_devices
 from corp.surgery.apply import history, set_history
-from corp.surgery.dispatch import require_present
+from corp.surgery.dispatch import require_present, require_weights
 from corp.surgery.opened import opened
 
 TRIED_OUT, POSITIONS = 8, 1024  # samples on which sites are verified; fewer of long texts, but never one alone
@@ -48,6 +48,8 @@ class Dense(NamedTuple):
             require_recipe(recipe)
         require_module(model)
         require_present(model)
+        if run is not None:
+            require_weights(model)
         apart = opened(model)
         if apart is not model:
             set_history(apart, history(model))

@@ -10,6 +10,7 @@ from torch import nn
 from corp.calibration.statistics import Statistics
 from corp.planning.plan import Plan
 from corp.sites import AttentionSite, MLPSite, Rows, Site, Sites, rows_of
+from corp.surgery.padded import Padded
 
 
 class Both(NamedTuple):
@@ -54,6 +55,8 @@ class Both(NamedTuple):
             keep = widths.get(attention, queries.width)
             parts += [("q", queries.q, queries.heads * keep), ("k", queries.k, queries.groups * keep)]
         values = next((one for one in self.sites.values if one.attention == attention), None)
+        if queries is None and values is not None and isinstance(values.build, Padded):  # refused, but in one layer
+            parts += [(letter, rows, rows.width) for letter, rows in (("q", values.build.q), ("k", values.build.k))]
         if values is not None:
             parts.append(("v", values.v, values.groups * widths.get(values.name, values.width)))
         return parts

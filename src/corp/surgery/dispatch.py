@@ -1,4 +1,7 @@
-"""Models that accelerate spreads over devices: its hooks replace `forward`, so they are removed during surgery."""
+"""Models whose weights are not all here, or that accelerate spreads over devices.
+
+accelerate's hooks replace `forward`, so they are removed during surgery.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,16 @@ def require_present(model: nn.Module) -> None:
                 f"{name or 'the model'} is offloaded: accelerate loads its weights when it runs, so they cannot be "
                 "narrowed; use a device_map whose devices hold all weights (max_memory=...), or the CPU"
             )
+
+
+def require_weights(model: nn.Module) -> None:
+    """Refuse a model on the meta device, whose parameters are shapes without numbers."""
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise ModelError(
+            f"{empty[0]} is on the meta device, and so are {len(empty) - 1} more parameters: they have no values. Load "
+            "the weights first (load_state_dict(..., assign=True) or from_pretrained)"
+        )
 
 
 @contextmanager

@@ -22,8 +22,14 @@ def why_not_linear(module: object) -> str | None:
     """
     plain = isinstance(module, nn.Module) and (type(module) is nn.Linear or is_transposed(module))
     if not plain or not isinstance(module, nn.Module):
-        return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer"
+        remedy = "; merge the adapter into the model first (merge_and_unload() in peft)" if is_extended(module) else ""
+        return f"is a {type(module).__module__}.{type(module).__name__}, not a plain linear layer{remedy}"
     return what_changes_it(module)
+
+
+def is_extended(module: object) -> bool:
+    """Whether a module wraps a layer and adds to it, as the adapters of peft do."""
+    return isinstance(module, nn.Module) and isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def what_changes_it(module: nn.Module) -> str | None:
@@ -33,8 +39,8 @@ def what_changes_it(module: nn.Module) -> str | None:
     if has_hooks(module):
         return "has forward hooks, which may change what it computes; remove them before pruning"
     if odd := sorted({name for name, _ in module.named_parameters(recurse=False)} - {"weight", "bias"}):
-        return f"computes its weight from {', '.join(odd)}; remove that (torch.nn.utils.remove_weight_norm …) "
-        "before pruning"
+        names = ", ".join(odd)
+        return f"computes its weight from {names}; remove that (torch.nn.utils.remove_weight_norm …) before pruning"
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from corp.numerics.place import Place, in_float64
 from corp.planning.fitting import split
 from corp.planning.output import OutputPlan
 from corp.planning.plan import Plan
-from corp.planning.site_plan import SitePlan
+from corp.planning.site_plan import LinearFold, SitePlan
 from corp.recipe import SUBSPACE
 from corp.sites import (
     AttentionSite,
@@ -52,7 +53,8 @@ class Finding:
     """One site's planned error, and the one computed from its weights; `energy` is the scale of both.
 
     `terms` is the energy of the products that the narrowed layer adds up. They cancel if its weights are large, as
-    after a fit on few tokens, and then rounding depends on their size, not on the size of the sum.
+    after a fit on few tokens, and then rounding depends on their size, not on the size of the sum. Likewise `sums`:
+    both errors are small differences of sums of float32 products.
     """
 
     site: str
@@ -63,12 +65,14 @@ class Finding:
     epsilon: float
     estimated: float = 0.0  # the part of `planned` that is approximate: QK-norm's lengths, to first order
     terms: float = 0.0
+    sums: float = 0.0
 
     @property
     def agrees(self) -> bool:
         """Whether both are equal up to rounding: rounding r adds at most 2 sqrt(J r) + r to an error J."""
         r = (ROUNDING * self.epsilon) ** 2 * max(self.energy, self.terms) + SLACK**2 * self.energy + self.estimated
         allowed = 2 * math.sqrt(max(0.0, self.planned) * r) + r + SLACK * abs(self.planned) + NOTHING * self.energy
+        allowed += SLACK * self.sums
         # Sums of a handful of tokens may give a negative error: zero up to rounding, whose size it shows.
         allowed += 2 * max(0.0, -self.planned)
         return math.isfinite(self.found) and abs(max(0.0, self.found) - max(0.0, self.planned)) <= allowed
@@ -92,7 +96,8 @@ def verify(
         found = errors_in(both, site, site_plan)
         if found is not None:
             planned, energy = (sum(getattr(cost, name) for cost in site_plan.costs) for name in ("J", "energy"))
-            findings.append(Finding(site.name, site.kind, planned, found, energy, epsilon))
+            sums = found.sums + _planned_sums(dense, site, site_plan, stats)
+            findings.append(Finding(site.name, site.kind, planned, found.error, energy, epsilon, sums=sums))
         advance(1)
     if plan.output is not None:
         findings.append(_output_finding(dense, pruned, stats, plan.output, epsilon))
@@ -124,7 +129,14 @@ def require_agreement(findings: Sequence[Finding]) -> None:
         )
 
 
-def errors_in(both: Both, site: Site, site_plan: SitePlan) -> float | None:
+class Remainder(NamedTuple):
+    """A site's error, and the size of the sums that it is what is left of: sum_ij D_ij^2 Sigma_jj if D is lost."""
+
+    error: float
+    sums: float = 0.0
+
+
+def errors_in(both: Both, site: Site, site_plan: SitePlan) -> Remainder | None:
     """The error of one site with the weights of the pruned model, from the sums; None if they are not found."""
     dense, pruned, stats = both.dense, both.pruned, both.stats
     if isinstance(site, MLPSite):
@@ -139,15 +151,29 @@ def errors_in(both: Both, site: Site, site_plan: SitePlan) -> float | None:
         each = [t for t in T for _ in range(site.heads // site.groups)]
         W_new, b_new = in_float64(*projection_at(pruned, site.down))
         return _output_error(dense, site, W_new @ torch.block_diag(*each), b_new, stats)
-    return _logit_error(both, site, rows, site_plan)
+    return Remainder(_logit_error(both, site, rows, site_plan))
 
 
-def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> float:
+def _planned_sums(dense: nn.Module, site: Site, site_plan: SitePlan, stats: Statistics) -> float:
+    """The size of the sums behind the planned error of values in a basis of their own.
+
+    The basis magnifies dimensions that hardly vary, which the weights do not show: they make next to nothing of them.
+    """
+    fold = site_plan.fold
+    if not isinstance(site, ValueSite) or not isinstance(fold, LinearFold) or not fold.maps:
+        return 0.0
+    W_new, b_new = in_float64(*fold.folded)
+    T = [t.to(W_new) for t in fold.maps for _ in range(site.heads // site.groups)]
+    return _output_error(dense, site, W_new @ torch.block_diag(*T), b_new, stats).sums
+
+
+def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tensor, stats: Statistics) -> Remainder:
     """E||W x + b - W' x - b'||^2, where W' (o, D) is the map of the narrowed site on all of its inputs."""
     W, b = in_float64(*projection_at(dense, site.down))
     moments = stats.moments_of(site.name).total()
-    D = W - W_new
-    return float(((D @ moments.cov()) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
+    D, cov = W - W_new, moments.cov()
+    error = float(((D @ cov) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
+    return Remainder(error, float((D.square() @ cov.diagonal()).sum()))
 
 
 def _logit_error(both: Both, site: AttentionSite, rows: dict[str, Rows], site_plan: SitePlan) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,10 @@ from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
 from corp.storage.export.possible import Exports
 from corp.storage.folder import load, save
+from corp.surgery.dispatch import require_weights
 
 KINDS = {"mlp": "MLP", "attn": "Q/K", "vo": "V/O"}
+AMOUNT = re.compile(r" \(by \S+ of its size\)")  # of a trial: reasons that differ in it alone are told once
 WIDE = 96  # characters of a detail in one line of the table
 
 
@@ -111,6 +114,7 @@ def check_model(
 def _require_runs(model: nn.Module, batches: Sequence[Any], forward: Forward | None) -> None:
     """Refuse batches that the model does not accept, before anything is tested."""
     require_module(model)
+    require_weights(model)
     if not batches:
         raise DataError("check_model needs at least one batch; the list is empty")
     for number, batch in enumerate(batches):
@@ -178,7 +182,7 @@ class _Contract:
         sites = [site for site in self.find() if site.kind == kind]
         refused = [r for r in self.find().refused if r.kind == kind]
         proven = sum(site.name in self.find().proven for site in sites)
-        reasons = "; ".join(dict.fromkeys(r.reason for r in refused))
+        reasons = "; ".join({AMOUNT.sub("", r.reason): r.reason for r in reversed(refused)}.values())
         return f"{len(sites)} found, {proven} tried out, {len(refused)} refused{': ' + reasons if reasons else ''}"
 
     def accounted(self) -> str:
