@@ -63,7 +63,6 @@ class Load(NamedTuple):
     alone: int = 0  # samples on which every model with one narrower site is compared
     tried_alone: frozenset[str] = frozenset()  # the sites that are narrowed alone
     refitted: int = 0
-    refit_tokens: Mapping[str, int] = {}  # how many of all their tokens are summed, at every site that is refitted
 
 
 class Stage(NamedTuple):
@@ -200,7 +199,7 @@ def plan_seconds(
 
 def refit_seconds(site: LinearSite, load: Load, machine: Machine) -> float:
     """The time for the sums of one layer's input, D^2 per token, and its solves."""
-    tokens = load.refit_tokens.get(site.name, load.refitted * load.tokens[site.name])
+    tokens = load.refitted * load.tokens[site.name]
     return SITE + SUMS * tokens * site.inputs**2 / machine.single + _cube(site.inputs, SOLVES) / machine.double
 
 

@@ -21,7 +21,6 @@ from corp.sites import AttentionSite
 from corp.steps.allocation.search import samples_needed, usual_trials
 from corp.steps.allocation.sensitivity import samples_alone, tried_alone
 from corp.steps.run import Dense, Run
-from corp.surgery.refit.gaps import stride
 from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.replay import Block
 
@@ -56,7 +55,6 @@ def _load(
     fitted = {name: n * samples * (rule.every - 1) // rule.every for name, n in counted.items()}
     searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
     tried = min(samples_needed(recipe), samples // rule.every)
-    refitted = min(samples, samples_wanted(recipe, blocks)) if blocks else 0
     return Load(
         samples,
         tokens,
@@ -67,12 +65,7 @@ def _load(
         curves=recipe.has_target and recipe.allocate == GAIN,
         alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
         tried_alone=frozenset(tried_alone(name for name in inputs if not recipe.skips(name))),
-        refitted=refitted,
-        refit_tokens={
-            site.name: refitted * tokens[site.name] // stride(block, refitted, site.inputs)
-            for block in blocks
-            for site in block.sites
-        },
+        refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
     ), machine
 
 

@@ -1,17 +1,12 @@
-"""Which tokens sequential fitting takes, and streaming sums of a layer's input together with the gap after it."""
+"""Streaming sums of a linear layer's input together with the gap after it, for sequential fitting."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.moments import BLOCK, CHUNK, add_products, mirrored, shift_of, sum_device
-from corp.errors import PlanError
 from corp.numerics.refit import GapMoments, mixed
-from corp.surgery.refit.replay import Block, Passage
-
-ENOUGH = 48  # tokens per input of a layer, among those that are not read
 
 
 class GapSums:
@@ -104,32 +99,3 @@ class TokenSums:
     def moments(self, intercept: bool) -> GapMoments:
         parts = [sums.moments(intercept) for sums in (self.read, self.other) if sums.n]
         return mixed(parts[0], parts[1], self.share) if len(parts) == 2 else parts[0]
-
-
-def stride(block: Block, samples: int, inputs: int) -> int:
-    """Of the tokens that are not read one in so many is summed: samples are taken for the sake of those that are."""
-    return max(1, samples * (block.tokens - block.read) // (ENOUGH * inputs))
-
-
-def split_rows(block: Block, passage: Passage, hidden: Tensor, every: int) -> list[tuple[Tensor, Tensor]]:
-    """Which tokens of the flattened stream are fitted and which held out, each as (read, other), without padding.
-
-    Of the others one in `every` is taken. The next sample's are one further, so that all parts of an image count.
-    """
-    samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
-    number = passage.first + torch.arange(samples, device=hidden.device)
-    held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)
-    masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
-    real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
-    if real.shape != held.shape:
-        raise PlanError(f"the mask has shape {tuple(real.shape)}, the hidden states {tuple(held.shape)}")
-    whole = block.read == block.tokens  # of texts, whose length differs from batch to batch
-    position = torch.arange(tokens, device=hidden.device)
-    read = (position < (tokens if whole else block.read)).expand(samples, tokens)
-    turn = torch.where(number % EVERY == FIRST, number // EVERY, number)[:, None]  # among its own kind
-    others = ~read & ((position + turn) % every == 0)
-
-    def rows(chosen: Tensor) -> Tensor:
-        return (chosen if block.batch_first else chosen.mT).reshape(-1)
-
-    return [(rows(part & read), rows(part & others)) for part in (real & ~held, real & held)]

@@ -26,10 +26,10 @@ from corp.recipe import Recipe
 from corp.sites import Sites, ValueSite, at_site, projection_at
 from corp.surgery.merged import merge_tokens, start_groups
 from corp.surgery.merging import rows
-from corp.surgery.refit.gaps import TokenSums, split_rows, stride
+from corp.surgery.refit.gaps import TokenSums
 from corp.surgery.refit.readout import tensors_in, tokens_read
-from corp.surgery.refit.repair import READ, added, correct_layer
-from corp.surgery.refit.replay import Block, Enough, Passage, blocks_of, close, drive, samples_in, watching
+from corp.surgery.refit.repair import READ, added, correct_layer, split_rows
+from corp.surgery.refit.replay import Block, Enough, Passage, blocks_of, close, drive, watching
 
 SHAKE = 1.0  # noise that is added to an image to find the tokens that depend on it
 
@@ -186,7 +186,7 @@ def _observe(
     share = READ if block.read < block.tokens else 1.0
     inputs = projection_at(smaller, site.down).weight.shape[1]
     fit, held = (TokenSums(inputs, targets[0].shape[-1], share) for _ in range(2))
-    ends, every = [], stride(block, samples_in(passages), inputs)
+    ends = []
     for passage, stream, target in zip(passages, behind, targets, strict=True):
         early = isinstance(site, ValueSite)  # tokens merge after it
         after = stream
@@ -202,6 +202,6 @@ def _observe(
         if not passage.first:
             fit.shift_by(shift_of(fed))
             held.shift_by(shift_of(fed))
-        for sums, chosen in zip((fit, held), split_rows(block, passage, target, every), strict=True):
+        for sums, chosen in zip((fit, held), split_rows(block, passage, target), strict=True):
             sums.update(fed, gap, *chosen)
     return fit, held, ends

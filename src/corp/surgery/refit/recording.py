@@ -15,7 +15,7 @@ from corp.errors import PlanError
 from corp.io.observer import Advance
 from corp.recipe import Recipe
 from corp.sites import Sites
-from corp.surgery.refit.replay import Block, Passage, Run, record, refusal, samples_in
+from corp.surgery.refit.replay import Block, Passage, Run, record, refusal
 
 TOKENS, PER_INPUT = 65_536, 64  # in the streams by default: at least so many, and so many per layer input
 READ_SAMPLES = 512  # if only some tokens are read, such as a class token: so many samples, for twice the tokens
@@ -54,7 +54,7 @@ class Recorder:
 
     @property
     def seen(self) -> int:
-        return samples_in(self.passages)
+        return sum(passage.samples for passage in self.passages)
 
     @property
     def full(self) -> bool:

@@ -24,6 +24,7 @@ from corp.calibration.batches import (
     run,
     without_cache,
 )
+from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
@@ -36,20 +37,9 @@ from corp.recipe import Recipe
 from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
 from corp.surgery.linear import refill
 from corp.surgery.refit.blocks import examine
-from corp.surgery.refit.gaps import TokenSums, split_rows, stride
+from corp.surgery.refit.gaps import TokenSums
 from corp.surgery.refit.readout import tokens_read
-from corp.surgery.refit.replay import (
-    Block,
-    Passage,
-    Run,
-    close,
-    drive,
-    meeting,
-    refusal,
-    samples_in,
-    stream_of,
-    watching,
-)
+from corp.surgery.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
 
 EXAMINED = 2  # samples on which the blocks are found
 READ = 0.5  # the total weight of the tokens that the model's output is read from
@@ -168,7 +158,7 @@ class Repair:
         inputs = layer.weight.shape[1]
         share = READ if block.read < block.tokens else 1.0
         fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
-        ends, every = [], stride(block, samples_in(passages), inputs)
+        ends = []
         for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
             own = block.junctions[number : number + 1]
             stop = not last and not own
@@ -194,7 +184,7 @@ class Repair:
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))
-            for sums, rows in zip((fit, held), split_rows(block, passage, hidden, every), strict=True):
+            for sums, rows in zip((fit, held), split_rows(block, passage, hidden), strict=True):
                 sums.update(x, gap, *rows)
         return fit, held, ends
 
@@ -282,3 +272,21 @@ def _tokens(x: Tensor) -> Tensor:
     """The tokens (T, C), in float32 at least."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.dtype == torch.float64 else x.float()
+
+
+def split_rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Which tokens of the flattened stream are fitted and which held out, each as (read, other), without padding."""
+    samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
+    number = passage.first + torch.arange(samples, device=hidden.device)
+    held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)
+    masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
+    real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
+    if real.shape != held.shape:
+        raise PlanError(f"the mask has shape {tuple(real.shape)}, the hidden states {tuple(held.shape)}")
+    whole = block.read == block.tokens  # of texts, whose length differs from batch to batch
+    read = (torch.arange(tokens, device=hidden.device) < (tokens if whole else block.read)).expand(samples, tokens)
+
+    def rows(chosen: Tensor) -> Tensor:
+        return (chosen if block.batch_first else chosen.mT).reshape(-1)
+
+    return [(rows(part & read), rows(part & ~read)) for part in (real & ~held, real & held)]

@@ -7,7 +7,7 @@ with another hidden state. blocks.py determines whether a model has this structu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -77,10 +77,6 @@ class Block:
     read: int = 0  # how many leading ones of them the model's output is read from (readout.py)
     ends: bool = False  # whether it ends a chain
     junctions: tuple[str, ...] = ()  # modules of a post-norm block
-
-
-def samples_in(passages: Iterable[Passage]) -> int:
-    return sum(passage.samples for passage in passages)
 
 
 def stream_of(output: Any) -> Any:
