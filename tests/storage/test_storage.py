@@ -175,6 +175,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
     "other format": edit("corp.json", lambda m: m.__setitem__("format", "zip")),
     "unknown adapter": edit("corp.json", lambda m: m["base"].__setitem__("adapter", "os")),
     "base is a list": edit("corp.json", lambda m: m.__setitem__("base", [])),
+    "no base": edit("corp.json", lambda m: m.pop("base")),
     "hub name": edit("corp.json", lambda m: m["base"]["identity"].__setitem__("architecture", "hf-hub:evil/model")),
     "path for a name": edit("corp.json", lambda m: m["base"]["identity"].__setitem__("architecture", "local-dir:/etc")),
     "foreign argument": edit("corp.json", lambda m: m["base"]["identity"]["args"].__setitem__("checkpoint_path", "/x")),

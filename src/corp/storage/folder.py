@@ -198,7 +198,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has format version {manifest.get('version')!r}, this corp reads {FORMAT_VERSION}; "
             f"it was written by corp {manifest.get('corp')!r}"
         )
-    if not isinstance(manifest.get("base"), dict | None):
+    if "base" not in manifest or not isinstance(manifest["base"], dict | None):
         raise StorageError(f"{folder / MANIFEST}: 'base' is not an object")
     return manifest
 
