@@ -88,6 +88,14 @@ def test_ties_go_to_the_earlier_site_and_a_budget_met_exactly_is_met() -> None:
     assert allocate.share(tenth, 0.7) == [4, 3]  # 0.1 * 7 > 0.7 in floating point
 
 
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e9])
+def test_floors_may_cost_the_budget_up_to_rounding_and_no_more(unit: float) -> None:
+    curve = falling(6, 1, convex=True)
+    assert allocate.share([Option(curve, 0.1 * unit, 3)], 0.3 * unit) == [3]  # 0.1 * 3 > 0.3 in floating point
+    with pytest.raises(PlanError, match="smallest widths cost"):
+        allocate.share([Option(curve, 0.1 * unit, 3)], 0.299999 * unit)
+
+
 def test_impossible_wishes_say_what_to_do() -> None:
     curve = falling(6, 1, convex=True)
     with pytest.raises(PlanError, match=r"cost 8.*budget is 5.*lower the floors"):

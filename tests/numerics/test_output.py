@@ -58,6 +58,7 @@ def test_full_rank_gives_the_same_distribution(head: Folded, hidden: Tensor) -> 
     made = low_rank(head, mean, output_spectrum(head.W, cov), D)
     dense, thin = hidden @ head.W.mT + head.b, hidden @ made.P.mT @ made.U.mT + made.b
     torch.testing.assert_close(thin.softmax(1), dense.softmax(1))
+    torch.testing.assert_close(made.U.mean(0), torch.zeros(D, dtype=torch.float64))  # softmax ignores it
 
 
 def test_a_direction_that_never_varies_costs_nothing(head: Folded, hidden: Tensor) -> None:

@@ -36,6 +36,7 @@ def test_known_spectra() -> None:
     assert k_share(torch.tensor([95.0, 4, 1])) == 1  # met exactly
     assert k_share(torch.full((20,), 0.1)) == 19  # met exactly, up to rounding
     assert k_share(torch.zeros(3)) == 0
+    assert k_share(torch.tensor([3.0])) == 1
     assert k_share(torch.tensor([4.0, 3, 2, 1]), 1.0) == 4
     assert inactivity(torch.tensor([1.0, 0.5, 0])) == pytest.approx(0.5)
 
