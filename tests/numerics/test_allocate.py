@@ -74,6 +74,12 @@ def test_a_plateau_before_a_cliff_is_jumped_over() -> None:
     assert allocate.share([Option(cliff, 1.0), Option(slope, 1.0)], 6.0) == [5, 1]
 
 
+def test_a_cheap_unit_is_worth_more_than_a_dear_one_that_gains_more() -> None:
+    cheap, dear = torch.tensor([torch.inf, 3, 2, 1, 0]).double(), torch.tensor([torch.inf, 6, 4, 2, 0]).double()
+    assert allocate.share([Option(dear, 4.0), Option(cheap, 1.0)], 8.0) == [1, 4]
+    assert allocate.share([Option(dear, 4.0), Option(cheap, 4.0)], 20.0) == [4, 1]
+
+
 def test_floors_ceilings_and_multiples_hold_and_the_whole_width_need_be_none() -> None:
     options = [Option(falling(10, i, convex=True), 1.0, 3, multiple=4) for i in range(2)]
     assert allocate.allowed_widths(options[0]) == [4, 8, 10]

@@ -149,6 +149,8 @@ def test_features_are_those_of_every_head_of_a_batch() -> None:
     torch.testing.assert_close(length_features(x.view(4, 5, 20, 6), EPS).flatten(0, 2), length_features(x, EPS))
 
 
-def test_the_error_does_not_depend_on_how_tokens_are_weighted() -> None:
+def test_neither_the_fit_nor_its_error_depends_on_how_much_tokens_weigh() -> None:
     F, length = sums(heads()), Length(torch.ones(3, dtype=torch.float64), torch.tensor(0.2, dtype=torch.float64))
     assert square_error(1e-6 * F, KEPT, length, EPS) == pytest.approx(square_error(F, KEPT, length, EPS))
+    one, other = (fit_length(weight * F, KEPT, EPS, ridge=1e-3) for weight in (1, 1e-6))
+    torch.testing.assert_close((other.v, other.c), (one.v, one.c))
