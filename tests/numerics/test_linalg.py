@@ -84,6 +84,12 @@ def test_dimensions_without_variance_are_solved_by_zero(lam: float) -> None:
     torch.testing.assert_close(found[live], torch.linalg.solve(A[live][:, live] + lam * eye(D - 1), rhs[live]))
 
 
+@pytest.mark.parametrize("unit", [1e-8, 1.0, 1e8])
+def test_what_has_no_variance_is_judged_beside_the_largest(unit: float) -> None:
+    A = unit * torch.tensor([1.0, 1e-17, 1e-14, 0.0], dtype=torch.float64).diag()
+    assert linalg.dead(A).tolist() == [False, True, False, True]
+
+
 def test_no_dimensions_are_no_problem() -> None:
     nothing = torch.zeros(0, 0, dtype=torch.float64)
     assert linalg.mean_diagonal(nothing) == 0
