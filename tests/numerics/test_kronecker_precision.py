@@ -124,7 +124,7 @@ def test_what_is_almost_solved_when_steps_run_out_is_taken_and_what_is_not_is_an
             assert not taken  # further steps only help
             continue
         taken.append(float((off @ G @ off / (expected @ G @ expected)).sqrt()))  # in the norm of the operator
-    assert 1e-9 < taken[0] < 1e-5
+    assert 2.5e-8 < taken[0] < 1e-5  # a millionth of the start is good enough
     assert taken[-1] < 1e-9
 
 
