@@ -103,9 +103,10 @@ def test_a_step_that_no_ridge_makes_possible_is_none() -> None:
 
 
 @pytest.mark.parametrize("s", [1e-6, 1.0])
-def test_keys_of_one_direction_need_one_dimension(s: float) -> None:
-    """Whatever the unit: what does not vary is small beside what does."""
-    q, k = draw(7, 11, D, seed=1), s * draw(7, 11, 1, seed=3) * draw(D, seed=4)
+@pytest.mark.parametrize("direction", [draw(D, seed=4), torch.eye(D, dtype=torch.float64)[2]], ids=["any", "axis"])
+def test_keys_of_one_direction_need_one_dimension(direction: Tensor, s: float) -> None:
+    """Whatever the unit: what does not vary, up to rounding or at all, is small beside what does."""
+    q, k = draw(7, 11, D, seed=1), s * draw(7, 11, 1, seed=3) * direction
     sums = SampledHead(D, *(pack(x.mT @ x).mT.contiguous() for x in (q, k)))
     (A,), B = subspace.leading(subspace.nested([sums]), 1)
     torch.testing.assert_close((q @ A.mT) @ (k @ B.mT).mT / s, q @ k.mT / s, rtol=1e-4, atol=1e-4)
