@@ -76,7 +76,7 @@ def test_a_plateau_before_a_cliff_is_jumped_over() -> None:
 
 def test_a_cheap_unit_is_worth_more_than_a_dear_one_that_gains_more() -> None:
     cheap, dear = torch.tensor([torch.inf, 3, 2, 1, 0]).double(), torch.tensor([torch.inf, 6, 4, 2, 0]).double()
-    assert allocate.share([Option(dear, 4.0), Option(cheap, 1.0)], 8.0) == [1, 4]
+    assert allocate.share([Option(dear, 4.0), Option(cheap, 1.0)], 17.0) == [3, 4]  # either fits whole, not both
     assert allocate.share([Option(dear, 4.0), Option(cheap, 4.0)], 20.0) == [4, 1]
 
 
