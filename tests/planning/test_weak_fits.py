@@ -65,6 +65,7 @@ def test_two_tokens_per_input_are_needed(plan: SitePlan, needed: int, what: str)
 def test_sites_without_a_fit_or_without_tokens_need_none() -> None:
     assert told([site("x", J=2.0)], Known(5)) == []  # nothing was compensated
     assert told([site("x")], Known(0)) == []
+    assert len(told([site("x")], Known(1))) == 1
 
 
 def test_the_worst_of_those_that_overfit_is_named_and_how_much_more_would_do() -> None:
