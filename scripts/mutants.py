@@ -2,6 +2,8 @@
 
 A mutant is one changed comparison, operation, number, condition or returned value. It is put into a copy of the tree,
 and the tests of its package run there until one fails. Prints every mutant, and the share that was noticed per package.
+A number is made larger by one; but a whole number that a module gives a name is a limit or a size, to which one more
+makes no difference, so it becomes 1.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ def mutants_of(file: Path) -> list[Mutant]:
         return Mutant(file, node.lineno, start, stop, text)
 
     tree = ast.parse(source)
-    made = [place(node, text) for node in expressions(tree) for text in changes(node)]
+    named = [part for node in tree.body if isinstance(node, ast.Assign) for part in ast.walk(node.value)]
+    limits = [part for part in named if isinstance(part, ast.Constant) and type(part.value) is int and part.value > 1]
+    made = [place(node, "1" if node in limits else text) for node in expressions(tree) for text in changes(node)]
     returns = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value is not None]
     made += [place(value, "None") for value in returns if not (isinstance(value, ast.Constant) and value.value is None)]
     return made

@@ -1,13 +1,11 @@
-"""Redundancy: the measures against brute force, the table against the data it is about, the command."""
+"""Redundancy: the table against the data it is about, and the command."""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,59 +17,10 @@ from corp.calibration.site_sums import SiteSums
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
 from corp.evaluate.redundancy import analyze
-from corp.numerics.redundancy import effective_rank, inactivity, k_share, redundancy
 from tests.helpers.command import run
 from tests.helpers.models import build, images
 from tests.helpers.seeds import seed_all
-
-
-def brute_rank(values: list[float]) -> float:
-    positive = [v / sum(values) for v in values if v > 0]
-    return math.prod(p**-p for p in positive)  # exp of the entropy, without exp, log or a sum
-
-
-def brute_k(values: list[float], share: float) -> int:
-    """The smallest size at which any set at all holds the share: every size, its best set."""
-    for size in range(1, len(values) + 1):
-        if sum(sorted(values)[-size:]) >= share * sum(values) - 1e-9:
-            return size
-    raise AssertionError
-
-
-@pytest.fixture
-def tokens() -> Tensor:
-    mixing = torch.randn(12, 12, dtype=torch.float64) * torch.logspace(0, -3, 12, dtype=torch.float64)
-    return torch.randn(300, 12, dtype=torch.float64) @ mixing.T + 2.0
-
-
-def test_measures_equal_brute_force_on_the_data(tokens: Tensor) -> None:
-    found = redundancy(torch.from_numpy(np.cov(tokens.numpy().T, bias=True)))
-    centred = tokens - tokens.mean(0)
-    eigenvalues = (torch.linalg.svdvals(centred) ** 2).tolist()  # no covariance is formed
-    assert found.dim == 12
-    assert found.effective_rank == pytest.approx(brute_rank(eigenvalues))
-    assert found.k95_eigenvalues == brute_k(eigenvalues, 0.95)
-    assert found.k95_channels == brute_k(centred.square().sum(0).tolist(), 0.95)
-    assert found.k95_eigenvalues < found.k95_channels
-
-
-def test_known_spectra() -> None:
-    assert effective_rank(torch.ones(7)) == pytest.approx(7)
-    assert effective_rank(torch.tensor([3.0, 0, 0])) == pytest.approx(1)
-    assert effective_rank(torch.zeros(3)) == 0
-    assert k_share(torch.tensor([1.0, 94, 5])) == 2
-    assert k_share(torch.tensor([95.0, 4, 1])) == 1  # met exactly
-    assert k_share(torch.full((20,), 0.1)) == 19  # met exactly, up to rounding
-    assert k_share(torch.zeros(3)) == 0
-    assert k_share(torch.tensor([4.0, 3, 2, 1]), 1.0) == 4
-    assert inactivity(torch.tensor([1.0, 0.5, 0])) == pytest.approx(0.5)
-
-
-def test_rounding_below_zero_does_not_become_nan() -> None:
-    v = torch.randn(6, 1)
-    found = redundancy(v @ v.T)  # rank one in float32: five eigenvalues of about -1e-8 and +1e-8
-    assert found.effective_rank == pytest.approx(1, abs=1e-4)
-    assert found.k95_eigenvalues == 1
+from tests.helpers.spectra import brute_k, brute_rank
 
 
 def capture(model: torch.nn.Module, batches: list[Tensor]) -> tuple[Tensor, Tensor]:

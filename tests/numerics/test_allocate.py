@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -74,6 +74,12 @@ def test_a_plateau_before_a_cliff_is_jumped_over() -> None:
     assert allocate.share([Option(cliff, 1.0), Option(slope, 1.0)], 6.0) == [5, 1]
 
 
+def test_a_cheap_unit_is_worth_more_than_a_dear_one_that_gains_more() -> None:
+    cheap, dear = torch.tensor([torch.inf, 3, 2, 1, 0]).double(), torch.tensor([torch.inf, 6, 4, 2, 0]).double()
+    assert allocate.share([Option(dear, 4.0), Option(cheap, 1.0)], 17.0) == [3, 4]  # either fits whole, not both
+    assert allocate.share([Option(dear, 4.0), Option(cheap, 4.0)], 20.0) == [4, 1]
+
+
 def test_floors_ceilings_and_multiples_hold_and_the_whole_width_need_be_none() -> None:
     options = [Option(falling(10, i, convex=True), 1.0, 3, multiple=4) for i in range(2)]
     assert allocate.allowed_widths(options[0]) == [4, 8, 10]
@@ -86,6 +92,14 @@ def test_ties_go_to_the_earlier_site_and_a_budget_met_exactly_is_met() -> None:
     same = falling(6, 1, convex=True)
     tenth = [Option(same, 0.1), Option(same, 0.1)]
     assert allocate.share(tenth, 0.7) == [4, 3]  # 0.1 * 7 > 0.7 in floating point
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e9])
+def test_floors_may_cost_the_budget_up_to_rounding_and_no_more(unit: float) -> None:
+    curve = falling(6, 1, convex=True)
+    assert allocate.share([Option(curve, 0.1 * unit, 3)], 0.3 * unit) == [3]  # 0.1 * 3 > 0.3 in floating point
+    with pytest.raises(PlanError, match="smallest widths cost"):
+        allocate.share([Option(curve, 0.1 * unit, 3)], 0.299999 * unit)
 
 
 def test_impossible_wishes_say_what_to_do() -> None:
@@ -111,3 +125,57 @@ def test_an_elimination_path_is_a_curve() -> None:
         best = torch.linalg.solve(cov[kept][:, kept], cov[kept] @ W.mT)
         brute = (W @ cov @ W.mT).trace() - (W @ cov[:, kept] @ best).trace()
         assert float(curve[width]) == pytest.approx(float(brute), abs=1e-9)
+
+
+def test_what_no_segment_takes_goes_in_single_steps_to_the_earlier_site() -> None:
+    """Width 5 is on the hull and does not fit: widths below it are still worth what is left."""
+    cliff = torch.tensor([torch.inf, 10, 9, 8, 7, 0], dtype=torch.float64)
+    for unit in (1e-6, 1.0, 1e6):
+        assert allocate.share([Option(cliff, unit), Option(cliff, unit)], 5 * unit) == [4, 1]
+        assert allocate.share([Option(unit * cliff, 1.0), Option(unit * cliff, 1.0)], 5.0) == [4, 1]
+        assert allocate.share([Option(unit * cliff, 1.0), Option(2 * unit * cliff, 1.0)], 5.0) == [1, 4]
+
+
+def test_a_price_per_width_is_paid_as_it_is_and_what_costs_nothing_is_taken() -> None:
+    """Kernels are as fast at width 2 as at 1, and at 4 as at 3: the wider ones are free."""
+    steps = torch.tensor([0.0, 2, 2, 3, 3], dtype=torch.float64)
+    slope = torch.tensor([torch.inf, 3, 2, 1, 0], dtype=torch.float64)
+    steep = torch.tensor([torch.inf, 9, 6, 3, 0], dtype=torch.float64)
+    assert allocate.share([Option(slope, steps), Option(steep, steps)], 4.0) == [2, 2]
+    assert allocate.share([Option(slope, steps), Option(steep, steps)], 5.0) == [2, 4]
+    assert allocate.share([Option(slope, steps), Option(steep, steps)], 6.0) == [4, 4]
+
+
+@pytest.mark.parametrize("second", [1.0, 2.0])
+def test_what_is_free_and_gains_nothing_is_not_taken(second: float) -> None:
+    curve, steps = torch.tensor([torch.inf, 1, second, 0]).double(), torch.tensor([0, 2, 2, 3]).double()
+    assert allocate.share([Option(curve, steps)], 2.0) == [1]
+    assert allocate.share([Option(curve, steps)], 3.0) == [3]
+
+
+def test_a_ceiling_that_is_no_multiple_is_a_width_and_floors_are_rounded_up() -> None:
+    curve = falling(10, 1, convex=True)
+    assert allocate.allowed_widths(Option(curve, 1.0, floor=5, ceiling=9, multiple=3)) == [6, 9]
+    assert allocate.allowed_widths(Option(curve, 1.0, floor=4, ceiling=10, multiple=4)) == [4, 8, 10]
+    assert allocate.allowed_widths(Option(curve, 1.0, floor=10)) == [10]
+    curve[6] = torch.inf
+    assert allocate.allowed_widths(Option(curve, 1.0, floor=5, ceiling=9, multiple=3)) == [9]
+
+
+@pytest.mark.parametrize("wrong", [{"floor": 0}, {"ceiling": 7}, {"multiple": 0}, {"price": 0.0}, {"price": -1.0}])
+def test_options_that_cannot_be_are_errors(wrong: dict[str, float]) -> None:
+    with pytest.raises(PlanError, match="site 3"):
+        allocate.allowed_widths(Option(falling(6, 1, convex=True), 1.0)._replace(**wrong), 3)
+
+
+def test_the_hull_is_below_every_point() -> None:
+    draw = seeded(7)
+    x = torch.rand(40, generator=draw, dtype=torch.float64).cumsum(0).tolist()
+    y = torch.randn(40, generator=draw, dtype=torch.float64).tolist()
+    hull = allocate.lower_hull(list(zip(x, y, strict=True)))
+    assert (hull[0], hull[-1]) == (0, 39)
+    for a, b in pairwise(hull):
+        slope = (y[b] - y[a]) / (x[b] - x[a])
+        assert all(y[i] >= y[a] + slope * (x[i] - x[a]) - 1e-12 for i in range(40))  # so also convex
+    assert allocate.lower_hull([(0, 2), (1, 1), (2, 0)]) == [0, 2]  # what lies on a segment is no corner
+    assert allocate.lower_hull([(0, 2), (1, 1), (1, 0.5), (2, 0)]) == [0, 2, 3]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from corp.errors import SingularSystemError
 from corp.numerics import exact
 from tests.helpers.seeds import seeded
 
@@ -98,3 +99,29 @@ def test_the_inputs_are_left_as_they_were(problem: tuple[Tensor, Tensor]) -> Non
     exact.elimination_path(*problem)
     for x, copy in zip(problem, copies, strict=True):
         assert torch.equal(x, copy)
+
+
+def test_channels_that_stay_are_ordered_by_their_cost_when_the_path_ended(problem: tuple[Tensor, Tensor]) -> None:
+    W, cov = problem
+    path = exact.elimination_path(W, cov, least=6)
+    left = path.order[-6:].tolist()
+    costs = [error(W, cov, [i for i in left if i != j]) for j in left]
+    assert costs == sorted(costs)
+    equal = torch.eye(60, dtype=torch.float64)
+    assert exact.elimination_path(equal, equal, least=60).order.tolist() == list(range(60))
+
+
+@pytest.mark.parametrize("eigenvalue", [-5e-4, 1e-13])
+def test_a_covariance_that_rounding_made_indefinite_takes_the_least_ridge_that_works(eigenvalue: float) -> None:
+    """A pivot below rounding counts as none: its inverse would drown all others."""
+    W = torch.randn(OUT, D, generator=seeded(5), dtype=torch.float64)
+    even = torch.full((D, D), 1 / D, dtype=torch.float64)
+    path = exact.elimination_path(W, torch.eye(D, dtype=torch.float64) + (eigenvalue - 1) * even)
+    assert path.ridge == (1e-3 if eigenvalue < 0 else 1e-10)
+    assert bool(torch.isfinite(path.error[:-1]).all())
+    assert float(path.error[-2]) <= float(W.square().sum())
+
+
+def test_what_is_no_covariance_is_an_error() -> None:
+    with pytest.raises(SingularSystemError, match="covariance of 3 channels is not positive definite"):
+        exact.elimination_path(torch.ones(1, 3).double(), -torch.ones(3, 3).double() - torch.eye(3).double())

@@ -62,12 +62,14 @@ def test_the_vanishing_ridge_gives_the_least_error_of_a_singular_system() -> Non
     for operator in operators(L, R):
         X = kronecker.solve_vanishing(operator, h.view(M, N), kronecker.mean_diagonal(operator)).reshape(-1)
         gap = X - target
-        assert float(gap @ G @ gap) < 1e-9 * float(target @ h)
+        # The preconditioner estimates when to end; a system of condition 1e8 can end at 1e-6.
+        assert float(gap @ G @ gap) < 1e-5 * float(target @ h)
 
 
-def test_one_product_is_solved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_one_product_is_solved_at_once(unit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kronecker, "ITERATIONS", 2)
-    L, R = sides(1)
+    L, R = (unit * side for side in sides(1))
     rhs = torch.randn(M, N, dtype=torch.float64)
     X = kronecker.solve(operators(L.expand(2, M, M), R.expand(2, N, N))[0], rhs, 0.0)
     torch.testing.assert_close(2 * L[0] @ X @ R[0], rhs)

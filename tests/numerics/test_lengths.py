@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -94,3 +97,60 @@ def test_dead_dimensions_and_constant_lengths_do_not_break_the_fit() -> None:
     fit = fit_length(sums(x), KEPT, EPS, ridge=0)
     assert torch.isfinite(fit.v).all()
     assert square_error(sums(x), KEPT, fit, EPS) < 0.5
+
+
+def test_where_all_that_is_kept_is_dead_the_mean_share_of_the_rest_is_the_prediction() -> None:
+    x = heads()
+    x[:, KEPT] = 0
+    fit = fit_length(sums(x), KEPT, EPS, ridge=1e-3)
+    torch.testing.assert_close(fit.v, torch.ones(3, dtype=torch.float64))
+    f = length_features(x, EPS)
+    pruned, constant = f[:, :-1].sum(1), f[:, -1]
+    torch.testing.assert_close(fit.c, EPS + (pruned @ constant) / (constant @ constant), rtol=1e-6, atol=0.0)
+
+
+def test_without_tokens_the_length_is_that_of_the_kept_dimensions() -> None:
+    nothing = torch.zeros(7, 7, dtype=torch.float64)
+    fit = fit_length(nothing, KEPT, EPS, ridge=1e-3)
+    assert fit.v.tolist() == [1, 1, 1]
+    assert float(fit.c) == EPS
+    assert square_error(nothing, KEPT, fit, EPS) == 0
+
+
+def test_what_is_at_its_bound_leaves_the_best_to_the_others() -> None:
+    """Against all choices of what is at its bound: the fit is the best of those that keep every bound."""
+    x = heads()
+    x[:, 1] = 0.1 / (0.1 + x[:, 0].abs())
+    x[:, 4:] = 0
+    F = sums(x)
+    fit = fit_length(F, KEPT, EPS, ridge=0)
+    least = square_error(F, KEPT, fit, EPS)
+    f = length_features(x, EPS)
+    inputs, target = torch.cat([f[:, KEPT], f[:, -1:]], 1), f[:, [1, 4, 5]].sum(1, keepdim=True)
+    errors = []
+    for free in product([False, True], repeat=4):
+        chosen = inputs[:, torch.tensor(free)]
+        w = torch.linalg.lstsq(chosen, target).solution
+        if bool((w >= 0).all()):
+            errors.append(float((target - chosen @ w).square().mean()))
+    assert int((fit.v == 1).sum() + (fit.c == EPS)) > 0
+    assert least == pytest.approx(min(errors), rel=1e-4)
+
+
+def test_features_of_half_precision_are_in_float32() -> None:
+    x = heads()
+    assert length_features(x, EPS).dtype == torch.float64
+    assert length_features(x.half(), EPS).dtype == torch.float32
+    assert length_features(x.float(), EPS).dtype == torch.float32
+
+
+def test_features_are_those_of_every_head_of_a_batch() -> None:
+    x = heads()
+    torch.testing.assert_close(length_features(x.view(4, 5, 20, 6), EPS).flatten(0, 2), length_features(x, EPS))
+
+
+def test_neither_the_fit_nor_its_error_depends_on_how_much_tokens_weigh() -> None:
+    F, length = sums(heads()), Length(torch.ones(3, dtype=torch.float64), torch.tensor(0.2, dtype=torch.float64))
+    assert square_error(1e-6 * F, KEPT, length, EPS) == pytest.approx(square_error(F, KEPT, length, EPS))
+    one, other = (fit_length(weight * F, KEPT, EPS, ridge=1e-3) for weight in (1, 1e-6))
+    torch.testing.assert_close((other.v, other.c), (one.v, one.c))

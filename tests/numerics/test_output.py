@@ -58,6 +58,7 @@ def test_full_rank_gives_the_same_distribution(head: Folded, hidden: Tensor) -> 
     made = low_rank(head, mean, output_spectrum(head.W, cov), D)
     dense, thin = hidden @ head.W.mT + head.b, hidden @ made.P.mT @ made.U.mT + made.b
     torch.testing.assert_close(thin.softmax(1), dense.softmax(1))
+    torch.testing.assert_close(made.U.mean(0), torch.zeros(D, dtype=torch.float64))  # softmax ignores it
 
 
 def test_a_direction_that_never_varies_costs_nothing(head: Folded, hidden: Tensor) -> None:
@@ -65,3 +66,17 @@ def test_a_direction_that_never_varies_costs_nothing(head: Folded, hidden: Tenso
     mean, cov = moments(hidden)
     made = low_rank(head, mean, output_spectrum(head.W, cov), D - 1)
     assert measured(head, made, hidden) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_error_of_any_head_is_the_measured_one(head: Folded, hidden: Tensor) -> None:
+    mean, cov = moments(hidden)
+    made = LowRank(torch.randn(2, D).double(), torch.randn(V, 2).double(), 5 + torch.randn(V).double())
+    assert output_error(head, made, mean, cov) == pytest.approx(measured(head, made, hidden))
+
+
+def test_hidden_states_that_never_vary_have_a_finite_spectrum(head: Folded) -> None:
+    nothing = torch.zeros(D, D, dtype=torch.float64)
+    spectrum = output_spectrum(head.W, nothing)
+    assert all(bool(torch.isfinite(part).all()) for part in spectrum)
+    made = low_rank(head, torch.ones(D, dtype=torch.float64), spectrum, 2)
+    assert output_error(head, made, torch.ones(D, dtype=torch.float64), nothing) == pytest.approx(0.0, abs=1e-9)

@@ -39,3 +39,9 @@ def test_top_keeps_the_highest_and_breaks_ties_by_index() -> None:
 def test_unknown_ranking_is_an_error(tokens: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="nonsense"):
         rank.mlp_scores("nonsense", tokens[0], tokens[0], tokens[0], tokens)
+
+
+def test_of_many_equal_scores_the_first_are_kept() -> None:
+    kept, pruned = rank.top(torch.ones(200), 80)
+    assert kept.tolist() == list(range(80))
+    assert pruned.tolist() == list(range(80, 200))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corp.numerics.refit import RIDGES, choose_ridge, fit_gap, gap_left, gap_of
+from corp.numerics import refit
+from corp.numerics.refit import RIDGES, GapMoments, choose_ridge, fit_gap, gap_left, gap_of, mixed
 from corp.surgery.refit.gaps import GapSums, TokenSums
 from tests.helpers.seeds import seeded
 
@@ -114,3 +115,52 @@ def test_ridges_without_a_factor_are_no_candidates() -> None:
     rounded = moments._replace(cov=vectors * values @ vectors.mT)
     assert choose_ridge(rounded, moments) == 1e-2
     assert choose_ridge(rounded, moments, ridges=(1e-5, 1e-4)) is None
+
+
+def moments_with_best(ridge: float) -> tuple[GapMoments, GapMoments]:
+    """One input, unit variance: the fit shrinks a slope of 1 to 1 / (1 + ridge); that is the slope held out."""
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    seen = GapMoments(zero, one, zero, one, 2.0)
+    return seen, seen._replace(cross=one / (1 + ridge))
+
+
+@pytest.mark.parametrize("best", RIDGES)
+def test_every_ridge_is_found_where_it_is_the_best(best: float) -> None:
+    assert choose_ridge(*moments_with_best(best)) == best
+
+
+def test_only_ridges_on_the_way_downhill_and_beside_it_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+
+    def fit(moments: GapMoments, ridge: float) -> refit.Correction:
+        tried.append(ridge)
+        return fit_gap(moments, ridge)
+
+    monkeypatch.setattr(refit, "fit_gap", fit)
+    ridges = [10.0**power for power in range(-4, 5)]
+    for best, expected in ((1.0, (-1, 0, 1)), (0.01, (-3, -2, -1, 0, 1)), (1e4, (-1, 0, 1, 2, 3, 4))):
+        tried.clear()
+        assert choose_ridge(*moments_with_best(best), ridges) == best
+        assert sorted(tried) == [10.0**power for power in expected]
+
+
+def test_of_ridges_that_leave_the_same_the_largest_is_chosen() -> None:
+    """Held-out data of which nothing is explained, and nothing to explain: every ridge leaves the same."""
+    zero = torch.zeros(1, dtype=torch.float64)
+    seen = GapMoments(zero, torch.ones(1, 1).double(), zero + 1, torch.zeros(1, 1).double(), 1.0)
+    assert choose_ridge(seen, seen) == RIDGES[-1]
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_a_mixture_has_the_moments_of_its_tokens(share: float) -> None:
+    x, gap = tokens()
+    parts = [(x[:100], gap[:100]), (5 - x[100:], gap[100:] + 3)]
+    found = mixed(*(sums_of(*part).moments(True) for part in parts), share)
+    rest = (1 - share) / 300
+    weight = torch.cat([torch.full((100, 1), share / 100), torch.full((300, 1), rest)]).double()
+    x, gap = (torch.cat(part) for part in zip(*parts, strict=True))
+    mean, middle = (weight * x).sum(0), (weight * gap).sum(0)
+    torch.testing.assert_close((found.mean, found.gap), (mean, middle))
+    torch.testing.assert_close(found.cov, (x - mean).mT @ (weight * (x - mean)))
+    torch.testing.assert_close(found.cross, (gap - middle).mT @ (weight * (x - mean)))
+    assert found.energy == pytest.approx(float((weight * (gap - middle).square()).sum()))

@@ -208,3 +208,39 @@ def test_keys_with_a_large_mean_keep_their_weighted_moments_in_float32(ratio: in
     exact = pair_sums(q, k, causal=True).weighted
     rounded = pair_sums(q.float(), k.float(), causal=True).weighted
     torch.testing.assert_close(rounded, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("unit", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("seed", range(3))
+def test_elimination_equals_refitting_from_scratch_over_many_pairs(seed: int, unit: float) -> None:
+    """Correlated pairs, of which one can stand for another: what is left must be known exactly after every step."""
+    draw, p = seeded(100 + seed), 9
+    F = torch.randn(2, 60, 2 * p, generator=draw, dtype=torch.float64) @ torch.randn(
+        2 * p, 2 * p, generator=draw, dtype=torch.float64
+    )
+    heads = unit * F.mT @ F
+    left = list(range(p))
+    for keep in range(p - 1, 0, -1):
+        costs = {j: sum(regression_error(A, [i for i in left if i != j]) for A in heads) for j in left}
+        left.remove(min(costs, key=costs.__getitem__))
+        assert rotary.eliminate(heads, keep)[0].tolist() == left
+
+
+def regression_error(A: Tensor, kept: list[int]) -> float:
+    """What the pairs kept leave of the sum of all x, by least squares from the moments."""
+    p = len(A) // 2
+    features, everything = [*kept, *(j + p for j in kept)], list(range(p))
+    cross = A[features][:, everything].sum(1)
+    return float(A[:p, :p].sum() - cross @ torch.linalg.solve(A[features][:, features], cross))
+
+
+def test_a_pairs_energy_is_its_own_share_of_the_logits(samples: list[tuple[Tensor, Tensor]]) -> None:
+    x = torch.cat([features(q, k) for q, k in samples])[:, :P]
+    torch.testing.assert_close(rotary.pair_energy(moments(samples)), x.square().sum(0))
+
+
+def test_a_rotation_turns_every_pair_by_its_angle() -> None:
+    frequencies, x = torch.logspace(0, -2, P, dtype=torch.float64), torch.randn(3, N, 2 * P, dtype=torch.float64)
+    angles = (torch.arange(N)[:, None] * frequencies).repeat(1, 2)
+    expected = torch.stack([rotated(part, frequencies) for part in x])
+    torch.testing.assert_close(rotary.rotate(x, angles.cos(), angles.sin()), expected)

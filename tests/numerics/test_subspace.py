@@ -84,7 +84,7 @@ def test_if_all_samples_are_alike_the_start_is_the_best_of_its_rank() -> None:
         assert logit_error(q, k, A, B) == pytest.approx(float(tail[keep]), rel=1e-7, abs=1e-7)
 
 
-@pytest.mark.parametrize("ridge", [1e-3, 0.4])
+@pytest.mark.parametrize("ridge", [1e-3, 0.4, 1.0])
 @pytest.mark.parametrize("shared", [1, 2])
 def test_steps_equal_brute_force_ridge(shared: int, ridge: float) -> None:
     q, k = samples(shared)

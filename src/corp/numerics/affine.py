@@ -119,8 +119,13 @@ def distortion(given: Removal, fit: Affine) -> Distortion:
     rho^2 is the share of the variance of y_P that is linear in x_S (Proposition C.1.2).
     """
     J_star = error(given, best_affine(given))
-    rho2 = min(1.0, max(0.0, 1 - J_star / given.variance)) if given.variance > 0 else 1.0
-    return Distortion(error(given, fit), J_star, given.variance + float(given.mean_lost.square().sum()), rho2)
+    J_uncomp = given.variance + float(given.mean_lost.square().sum())
+    return Distortion(error(given, fit), J_star, J_uncomp, explained(J_star, given.variance))
+
+
+def explained(left: float, total: float) -> float:
+    """rho^2 = 1 - left / total, both errors; 1 if there was none, 0 if more is left than there was."""
+    return max(0.0, 1 - left / total) if total > 0 else 1.0
 
 
 def output_energy(W: Tensor, mean: Tensor, cov: Tensor) -> float:

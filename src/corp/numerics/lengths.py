@@ -47,7 +47,7 @@ def fit_length(F: Tensor, kept: Tensor, eps: float, *, ridge: float) -> Length:
     h = F[used] @ _pruned_part(F, kept)
     scale = torch.ones_like(h)
     level = mean_diagonal(A[:m, :m])
-    scale[m] = (level / A[m, m]).sqrt() if level > 0 and A[m, m] > 0 else 1.0  # 1 / s has a different unit
+    scale[m] = (level / A[m, m]).sqrt() if level > 0 else 1.0  # 1 / s has another unit
     A, h = A * scale * scale[:, None], h * scale
     A[:m, :m] += ridge * level * (torch.eye(m, dtype=A.dtype, device=A.device) - 1 / m)
     free, w = torch.ones_like(h, dtype=torch.bool), torch.zeros_like(h)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from corp.numerics import kronecker
-from corp.numerics.affine import Distortion
+from corp.numerics.affine import Distortion, explained
 from corp.numerics.kronecker import Operator
 
 PRECISE_BELOW = 1e-6  # a smaller ridge requests a fit that is exact where an exact fit exists
@@ -57,8 +57,7 @@ def error(system: LogitSystem, M: Tensor) -> float:
 def distortion(system: LogitSystem, M: Tensor) -> Distortion:
     """The error with M, with the best M, and without compensation; rho^2 = 1 - J* / J_uncomp (Proposition C.2.2)."""
     J_star = error(system, best_logit(system))
-    rho2 = min(1.0, max(0.0, 1 - J_star / system.T)) if system.T > 0 else 1.0
-    return Distortion(J=error(system, M), J_star=J_star, J_uncomp=system.T, rho2=rho2)
+    return Distortion(J=error(system, M), J_star=J_star, J_uncomp=system.T, rho2=explained(J_star, system.T))
 
 
 def fold_factors(M: Tensor) -> tuple[Tensor, Tensor]:

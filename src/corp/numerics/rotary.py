@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corp.numerics.affine import Distortion
+from corp.numerics.affine import Distortion, explained
 from corp.numerics.linalg import mean_diagonal, solve_ridge, solve_vanishing
 
 TINY = 1e-9  # relative ridge of the elimination: costs are those of the unregularised optimum
@@ -85,8 +85,7 @@ def distortion(system: PairSystem, ab: Tensor) -> Distortion:
     """The error with (a, b), with the best ones, and without compensation; rho^2 = 1 - J* / J_uncomp."""
     best = solve_vanishing(system.A, system.h[:, None], mean_diagonal(system.A))[:, 0]
     J_star = error(system, best)
-    rho2 = min(1.0, max(0.0, 1 - J_star / system.T)) if system.T > 0 else 1.0
-    return Distortion(J=error(system, ab), J_star=J_star, J_uncomp=system.T, rho2=rho2)
+    return Distortion(J=error(system, ab), J_star=J_star, J_uncomp=system.T, rho2=explained(J_star, system.T))
 
 
 def eliminate(moments: Tensor, keep: int) -> tuple[Tensor, Tensor]:

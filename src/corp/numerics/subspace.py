@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import SingularSystemError
-from corp.numerics.affine import Distortion
+from corp.numerics.affine import Distortion, explained
 from corp.numerics.kronecker import Operator, Total, mean_diagonal, solve, solve_vanishing
 from corp.numerics.rank import top
 
@@ -142,8 +142,7 @@ def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
     better maps than these are known, so J* is J.
     """
     J, J_uncomp = error(head, A, B), dropped(head, len(B))
-    rho2 = min(1.0, max(0.0, 1 - J / J_uncomp)) if J_uncomp > 0 else 1.0
-    return Distortion(J, J, J_uncomp, rho2)
+    return Distortion(J, J, J_uncomp, explained(J, J_uncomp))
 
 
 def dropped(head: LogitSums, keep: int) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from corp.calibration.grams import Grams
 from corp.calibration.pairs import PairSums
 from corp.calibration.site_sums import SiteSums
+from corp.numerics.affine import explained
 from corp.planning.site_plan import GroupCost, NormFold
 
 Shares: TypeAlias = tuple[float | None, float | None]  # of what was removed, unexplained on fitted and on unseen data
@@ -50,10 +51,9 @@ def together(costs: Sequence[GroupCost]) -> GroupCost:
     if len(costs) == 1:
         return costs[0]
     J, J_star, lost, energy = (sum(getattr(c, name) for c in costs) for name in ("J", "J_star", "J_uncomp", "energy"))
-    rho2 = min(1.0, max(0.0, 1 - J_star / lost)) if lost > 0 else 1.0
     unseen = []
     for name in ("fit", "held"):
         known = [(getattr(c, name), c.J_uncomp) for c in costs if getattr(c, name) is not None]
         weight = sum(w for _, w in known)
         unseen.append(sum(x * w for x, w in known) / weight if weight > 0 else None)
-    return GroupCost(J, J_star, lost, rho2, energy, *unseen)
+    return GroupCost(J, J_star, lost, explained(J_star, lost), energy, *unseen)
