@@ -66,4 +66,4 @@ def test_a_share_prunes_what_can_be_pruned_and_warns_once_of_the_rest() -> None:
         result = corp.prune(model, data, Recipe(mlp=0.5, sequential=False))
     assert sum("keep their width" in str(one.message) for one in caught) == 1
     assert [site.name for site in result.plan.sites] == ["0"]
-    assert any("1.norm has parameters of its own" in note for note in result.plan.notes)
+    assert any("1 (mlp): norm has parameters of its own" in note for note in result.plan.notes)
