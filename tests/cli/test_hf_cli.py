@@ -79,7 +79,7 @@ def test_without_a_named_class_the_family_decides(
 ) -> None:
     source: Path = request.getfixturevalue(family)
     config = json.loads((source / "config.json").read_text())
-    for architectures in (None, ["SomebodysOwnModel"]):
+    for architectures in (None, ["SomebodysOwnModel"], 0.5, [7]):
         folder = tmp_path / str(architectures)
         folder.mkdir()
         (folder / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())

@@ -176,8 +176,9 @@ def _classes(config: Any, name: str) -> list[Any]:
 
 def _named(config: Any) -> Any:
     """The public class that config.architectures names, if it is one."""
-    for architecture in config.architectures or ():
-        cls = getattr(transformers, architecture, None)
+    named = config.architectures
+    for architecture in named if isinstance(named, list | tuple) else ():
+        cls = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
             return cls
     return None
