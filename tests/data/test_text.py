@@ -126,6 +126,16 @@ def test_parquet(tmp_path: Path) -> None:
         documents(tmp_path / "a.parquet", "body")
 
 
+def test_parquet_with_text_that_is_none(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    damaged = pa.array([b"fine", b"\xe1("], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"text": damaged}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet cannot be read as parquet: .*codec"):
+        documents(tmp_path / "a.parquet")
+
+
 def test_saved_dataset(tmp_path: Path) -> None:
     datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     # With a fingerprint given, the library need not pickle the table to make one: pyarrow 26 cannot be pickled so.

@@ -34,7 +34,7 @@ def noise(name: str, like: Tensor) -> Tensor:
 
 def sketch(name: str, x: Tensor) -> Tensor:
     """x (..., C) by a few random sums of its features (..., 4): where x changes, they do, and they are small."""
-    sums = noise(f"{name}/sketch", x.new_empty(x.shape[-1], SKETCHED, dtype=torch.float32))
+    sums = noise(f"{name}/sketch", x.new_empty(x.shape[-1], min(SKETCHED, x.shape[-1]), dtype=torch.float32))
     # Data with NaN, and rows that a mask hides altogether, are for calibration to refuse: here only changes count.
     return x.to(sums.dtype).nan_to_num(0.0, 0.0, 0.0) @ sums
 

@@ -141,7 +141,8 @@ class Parquet(Column):
             with _readable(self.path, "parquet"):
                 columns = None if self._field is None else [self._field]
                 self._held = (group, self._file.read_row_group(group, columns=columns))
-        (row,) = self._held[1].slice(number - self._starts[group], 1).to_pylist()
+        with _readable(self.path, "parquet"):  # a damaged file may promise more rows than it holds, or hold no text
+            (row,) = self._held[1].slice(number - self._starts[group], 1).to_pylist()
         found: dict[str, Any] = row
         return found
 
