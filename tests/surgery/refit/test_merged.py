@@ -65,6 +65,23 @@ def test_models_without_one_sequence_of_patches_are_refused(family: str) -> None
         find_merging(model, find_sites(model), batch)
 
 
+class Twice(nn.Module):
+    """Runs its blocks twice, as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = models.build("vit")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.backbone(x) + self.backbone(x)
+
+
+def test_a_model_that_runs_its_blocks_twice_is_refused() -> None:
+    model, batch = Twice(), models.batches("vit", count=1)[0][:4]
+    with pytest.raises(ModelError, match=r"backbone\.blocks\.0 runs 2 times in a forward pass"):
+        find_merging(model, find_sites(model), batch)
+
+
 def test_a_model_that_reads_other_blocks_is_refused() -> None:
     model, batch = Intermediate(), models.batches("vit", count=1)[0][:4]
     with pytest.raises(ModelError, match=r"not read from the end of backbone\.blocks alone"):

@@ -64,6 +64,8 @@ def _prefix(model: nn.Module, first: str, batch: Any, forward: Forward | None) -
     with torch.no_grad(), evaluating(model), removing([handle]):
         run(model, batch, forward)
         run(model, _shaken(batch), forward)
+    if len(seen) != 2:
+        raise ModelError(f"{first} runs {len(seen) // 2} times in a forward pass, so its tokens cannot be merged")
     same = [close(*pair) for pair in zip(*(x.transpose(0, 1) for x in seen), strict=True)]
     prefix = same.index(False) if False in same else len(same)
     if len(same) - prefix < 2:
