@@ -54,9 +54,14 @@ def _held_by_functions(model: nn.Module) -> Iterator[tuple[str, str]]:
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+            cells = value.__closure__ or () if isinstance(value, FunctionType) and _may_run(attribute) else ()
             held = [names[id(cell.cell_contents)] for cell in cells if _holds(cell, names)]
             yield from ((f"{name}.{attribute}" if name else attribute, one) for one in held)
+
+
+def _may_run(attribute: str) -> bool:
+    """Whether a forward pass may call an attribute: not `to` or `cuda`, which accelerate wraps."""
+    return attribute == "forward" or not hasattr(nn.Module, attribute)
 
 
 def _holds(cell: Any, names: dict[int, str]) -> bool:
