@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import corp
 from corp.testing import check_model
+from tests.helpers.handmade import Residual
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few samples, on purpose
@@ -78,25 +79,13 @@ class NotRotated(ByHead):
         return out
 
 
-class Block(nn.Module):
-    def __init__(self, attention: type[nn.Module]) -> None:
-        super().__init__()
-        self.attn = attention()
-        self.mlp = nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(x)
-        out: Tensor = x + self.mlp(x)
-        return out
-
-
 class Net(nn.Module):
     """Unlike a Sequential it says nothing about its input."""
 
     def __init__(self, attention: type[nn.Module]) -> None:
         super().__init__()
         seed_all(0)
-        self.blocks = nn.ModuleList(Block(attention) for _ in range(2))
+        self.blocks = nn.ModuleList(Residual(attention(), D) for _ in range(2))
 
     def forward(self, x: Tensor, *_others: Any) -> Tensor:
         for block in self.blocks:

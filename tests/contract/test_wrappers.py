@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import corp
 from corp.errors import DataError, ModelError
 from corp.testing import check_model
+from tests.helpers.handmade import Residual
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few samples, on purpose
@@ -30,16 +31,9 @@ class Attention(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.attn = Attention()
-        self.mlp = nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(x)
-        out: Tensor = x + self.mlp(x)
-        return out
+        super().__init__(Attention(), D)
 
 
 class ByFunction(nn.Module):
@@ -145,7 +139,7 @@ def test_values_are_pruned_where_only_queries_share_a_layer() -> None:
 
 
 def test_a_batch_that_the_model_does_not_take_is_refused_as_such() -> None:
-    with pytest.raises(DataError, match=r"the model does not run on the batch \(a float32 tensor \(2, 3\)\)"):
+    with pytest.raises(DataError, match=r"the model does not run on the first batch \(a float32 tensor \(2, 3\)\)"):
         corp.find_sites(Net(), torch.zeros(2, 3))
 
 

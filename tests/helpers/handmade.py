@@ -57,6 +57,19 @@ class Block(nn.Module):
         return x + self.mlp(x=self.norm2(input=x))
 
 
+class Residual(nn.Module):
+    """A block without norms around an attention, with a plain MLP of twice the width."""
+
+    def __init__(self, attention: nn.Module, width: int) -> None:
+        super().__init__()
+        self.attn = attention
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
 @dataclass
 class Logits:
     logits: Tensor

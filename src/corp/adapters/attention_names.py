@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,9 @@ def _listed(module: nn.Module) -> list[str]:
     return []
 
 
-def wrapped(model: nn.Module) -> Iterator[Refusal]:
+def wrapped(model: nn.Module, makers: Iterable[tuple[str, list[str]]]) -> Iterator[Refusal]:
     """Attentions whose queries, keys or values do not come from a linear layer (but from LoRA, a convolution)."""
-    for name, paths in wrapped_makers(model):
+    for name, paths in makers:
         problem = why_not_linear(model.get_submodule(f"{name}.{paths[0]}" if name else paths[0]))
         yield Refusal(name, "attn", f"{paths[0]} {problem}")
         yield Refusal(f"{name}.out" if name else "out", "vo", f"{paths[0]} {problem}")

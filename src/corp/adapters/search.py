@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.alone import Found, try_alone, without
-from corp.adapters.attention_names import attentions, is_vague, wrapped
+from corp.adapters.attention_names import attentions, is_vague, wrapped, wrapped_makers
 from corp.adapters.examples import examples
 from corp.adapters.head_layouts import head_rows
 from corp.adapters.mlps import experts, mlps
@@ -41,7 +41,8 @@ def search(
             fixed.append(one)
     claims = list(_claims(model, fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
-    refused += [*latent_attentions(model), *_unspoken(wrapped(model), refused)]
+    odd_makers = list(wrapped_makers(model))
+    refused += [*latent_attentions(model), *_unspoken(wrapped(model, odd_makers), refused)]
     homes = [*(claim.parts.name for claim in claims), *(module_of(site) for site in fixed if site.kind != "mlp")]
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
     taken |= {claim.parts.full(path) for claim in claims for path, _ in claim.parts.makers}
@@ -49,7 +50,7 @@ def search(
     taken |= set(_under(model, [*theirs, *(f"{r.name}." for r in refused if r.kind == "mlp")]))
     within = [*homes, *(r.name for r in refused if r.kind == "attn")]
     refused += [r for r in wrapped_mlps(model, within) if r.name not in taken]
-    taken |= set(_under(model, list(inside_wrappers(model))))
+    taken |= set(_under(model, list(inside_wrappers(model, odd_makers))))
     routed = list(experts(model))
     taken |= {name for one in routed if not isinstance(one, Refusal) for name in layers_of(one)}
     for one in (*routed, *mlps(model, taken, lone_blocks(homes))):
@@ -138,7 +139,7 @@ def _try_batch(
     except CorpError:
         raise
     except Exception as error:
-        require_runs(model, batch, forward, "the batch")
+        require_runs(model, batch, forward)
         raise ModelError(
             "sites are tried out with random numbers in place of what their layers make, and the model does not run "
             f"on those: {type(error).__name__}: {error}"

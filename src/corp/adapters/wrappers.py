@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from corp.adapters.attention_names import wrapped_makers
 from corp.adapters.linears import in_block
 from corp.sites import Refusal
 from corp.surgery.linear import is_extended, why_not_linear
 
 
-def inside_wrappers(model: nn.Module) -> Iterator[str]:
-    """The prefixes of what wrappers hold."""
+def inside_wrappers(model: nn.Module, makers: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
+    """The prefixes of what wrappers hold, those that make queries, keys or values of attentions among them."""
     yield from (f"{name}." for name, _ in _extended(model))
-    yield from (f"{name}.{path}." if name else f"{path}." for name, paths in wrapped_makers(model) for path in paths)
+    yield from (f"{name}.{path}." if name else f"{path}." for name, paths in makers for path in paths)
 
 
 def wrapped_mlps(model: nn.Module, attentions: Sequence[str]) -> Iterator[Refusal]:

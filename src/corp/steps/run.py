@@ -17,7 +17,6 @@ from corp.calibration.batches import (
     inputs_of,
     move,
     placement,
-    require_runs,
 )
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
@@ -55,7 +54,7 @@ class Dense(NamedTuple):
             set_history(apart, history(model))
         some = None if run is None else run.first()
         some = some if run is None or run.forward is not None else to_try(some)
-        sites = find_sites(apart) if run is None else _found(apart, some, run.forward)
+        sites = find_sites(apart) if run is None else find_sites(apart, some, run.forward)
         if recipe is not None:
             require_prunable(sites, recipe)  # before the long work
         return cls(apart, sites, fingerprint(apart))
@@ -102,16 +101,6 @@ class Run(NamedTuple):
         """The shapes of one sample, as calibration will record them; None if they cannot be recorded."""
         first = self.first() if self.forward is None else None
         return None if first is None else describe(move(first, *placement(model)))
-
-
-def _found(model: nn.Module, batch: Any, forward: Forward | None) -> Sites:
-    """The sites, verified on a batch; a batch that the model does not run on is refused with an error that says so."""
-    try:
-        return find_sites(model, batch, forward)
-    except Exception:
-        if batch is not None:
-            require_runs(model, batch, forward)
-        raise
 
 
 def to_try(batch: Any) -> Any:

@@ -72,7 +72,7 @@ def rising(blocks: int) -> Shape:
 
 
 def in_every_second(shape: Shape) -> Shape:
-    """The same number of tokens merged in half as many blocks, for fewer small kernels."""
+    """The shape that merges as many tokens in half as many blocks, so that fewer small kernels run."""
     return [0.0 if i % 2 == 0 else a + b for i, (a, b) in enumerate(zip([0.0, *shape], shape, strict=False))]
 
 
