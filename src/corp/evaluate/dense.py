@@ -48,8 +48,10 @@ def pooled(parts: Tensor, wholes: Tensor) -> Estimate:
 
 def may_be_labels(depths: Tensor) -> bool | None:
     """Whether an image's depths are a few whole numbers, as labels are; a single one says nothing (None)."""
-    values = depths.unique()
-    return bool((values == values.round()).all()) and len(values) <= FEW if len(values) > 1 else None
+    if not bool((depths == depths.round()).all()):  # most maps: no need to sort them
+        return False
+    values = len(depths.unique())
+    return values <= FEW if values > 1 else None
 
 
 def warn_of_labels(found: Iterable[bool | None]) -> None:
