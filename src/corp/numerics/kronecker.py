@@ -175,10 +175,10 @@ def solve_vanishing(operator: Operator, rhs: Tensor, scale: float) -> Tensor:
     """`solve` in the limit lambda -> 0+, for the optimum J*, in which an error of the solution is of second order."""
     eps = torch.finfo(rhs.dtype).eps
     for relative in VANISHING[:-1]:  # the smallest at which the rounded system can be solved
-        found = _descend(operator, rhs, max(relative, eps) * scale, eps**0.4, ITERATIONS)
+        found = _descend(operator, rhs, max(relative, eps) * scale, eps**0.6, ITERATIONS)
         if found is not None:
             return found
-    return solve(operator, rhs, VANISHING[-1] * scale, eps**0.4)
+    return solve(operator, rhs, VANISHING[-1] * scale, eps**0.6)
 
 
 def _preconditioner(factors: Sequence[Tensor], lam: float) -> Callable[[Tensor], Tensor]:
