@@ -76,27 +76,28 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
-    """Turn off the key-value caches of language models: gigabytes that only generation needs."""
-    every: list[Any] = [getattr(model, "config", None) for model in loaded]
+    """Turn off the key-value caches of language models, also of those inside: gigabytes that only generation needs."""
 
-    def change() -> Callable[[], None]:
-        configs = [config for config in every if getattr(config, "use_cache", False)]
+    def change(config: Any) -> Callable[[], None]:
+        config.use_cache = False
+        return lambda: setattr(config, "use_cache", True)
 
-        def keep(wanted: bool) -> None:
-            for config in configs:
-                config.use_cache = wanted
-
-        keep(False)
-        return lambda: keep(True)
-
-    return shared({("cache", *map(id, every)): change})
+    configs = [config for model in loaded for config in _configs(model).values() if config.use_cache]
+    return shared({("cache", id(config)): partial(change, config) for config in configs})
 
 
 def keep_cache_setting(smaller: nn.Module, dense: nn.Module) -> None:
-    """Give a copy that was made inside `without_cache` the dense model's own setting."""
-    config: Any = getattr(smaller, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = getattr(getattr(dense, "config", None), "use_cache", config.use_cache)
+    """Give a copy that was made inside `without_cache` the dense model's own settings."""
+    own = _configs(dense)
+    for name, config in _configs(smaller).items():
+        if name in own:
+            config.use_cache = own[name].use_cache
+
+
+def _configs(model: nn.Module) -> dict[str, Any]:
+    """The configurations that say whether a cache is used, by the names of their modules."""
+    every = {name: getattr(module, "config", None) for name, module in model.named_modules()}
+    return {name: config for name, config in every.items() if hasattr(config, "use_cache")}
 
 
 def placement(model: nn.Module) -> tuple[torch.device, torch.dtype]:

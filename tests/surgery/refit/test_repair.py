@@ -491,3 +491,22 @@ def test_rounding_in_half_precision_grows_with_the_blocks_it_passes() -> None:
     assert not close(*streams)
     assert close(*streams, blocks=6)
     assert not close(stream, stream + 1e-3 * noise, blocks=6)
+
+
+class Wrapped(nn.Module):
+    """A language model inside a module of the user's own, which has no configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = rotary_models.build("llama")
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask)
+
+
+def test_a_language_model_inside_another_is_refitted_and_keeps_its_cache() -> None:
+    model, data = Wrapped().eval(), rotary_models.batches()
+    assert model.inner.config.use_cache
+    result = corp.prune(model, data, Recipe(**HALF, sequential=True))
+    for one in (model, result.model):
+        assert one(**data[0]).past_key_values is not None
