@@ -1,6 +1,6 @@
 """docs/coverage.md: what corp takes of the families that the installed libraries build, found on tiny random models.
 
-python scripts/coverage.py [FAMILY ...]          (with names: print their rows; without: write the page)
+python -m scripts.coverage [FAMILY ...]          (with names: print their rows; without: write the page)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from corp.sites import Sites
 from corp.storage.export.possible import Exports
 from corp.surgery.refit.merged import find_merging
 from corp.surgery.refit.repair import why_not
+from scripts.other_families import Family, other_families, other_libraries
 
 PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 SECONDS, PARAMETERS = 40, 40e6
@@ -72,7 +74,7 @@ TIMM = (
     "vit_so150m_patch16_reg4_gap_256", "mixer_s32_224", "gmixer_24_224", "convnext_atto", "maxvit_nano_rw_256",
     "coatnet_nano_rw_224", "naflexvit_base_patch16_gap", "volo_d1_224", "tnt_s_patch16_224",
 )  # fmt: skip
-TORCHVISION = ("vit_b_16", "swin_t", "swin_v2_t", "maxvit_t", "convnext_tiny")
+TORCHVISION = ("swin_t", "swin_v2_t", "maxvit_t", "convnext_tiny")
 
 
 def tiny(config: Any, depth: int = 0) -> dict[str, Any]:
@@ -96,15 +98,16 @@ def of_transformers(family: str) -> nn.Module:
     return made
 
 
-def families() -> Iterator[tuple[str, str, Callable[[], nn.Module]]]:
-    """(library, family, how to build it)."""
+def families() -> Iterator[Family]:
     for name in sorted(set(MODEL_MAPPING_NAMES) | set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
         if name in CONFIG_MAPPING_NAMES:
-            yield "transformers", name, lambda name=name: of_transformers(name)  # type: ignore[misc]
+            yield Family("transformers", name, partial(of_transformers, name))
     for name in TIMM:
-        yield "timm", name, lambda name=name: timm.create_model(name)  # type: ignore[misc]
+        yield Family("timm", name, partial(timm.create_model, name))
+    yield Family("torchvision", "vit", lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 48))
     for name in TORCHVISION:
-        yield "torchvision", name, lambda name=name: torchvision.models.get_model(name)  # type: ignore[misc]
+        yield Family("torchvision", name, partial(torchvision.models.get_model, name))
+    yield from other_families()
 
 
 @contextmanager
@@ -120,18 +123,24 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def examined(make: Callable[[], nn.Module]) -> tuple[nn.Module, Sites] | str:
+def by_position(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return model(*inputs)
+
+
+def examined(family: Family) -> tuple[nn.Module, Sites] | str:
     """A model of a family and its sites; a reason where it cannot be built small, or has no Transformer block."""
     torch.manual_seed(0)
     try:
         with at_most(SECONDS):
-            model = make().eval()
+            model = family.make().eval()
             if sum(p.numel() for p in model.parameters()) > PARAMETERS:
                 return "not built: its config does not shrink by the usual names"
     except Exception as error:
         return f"not built: {type(error).__name__} from its small config"
     try:
         with at_most(SECONDS):
+            if family.inputs is not None:
+                return model, corp.find_sites(model, family.inputs, forward=by_position)
             return model, corp.find_sites(model)
     except Exception as error:
         return f"no site: {str(error)[:120]}"
@@ -149,9 +158,9 @@ def batch_of(model: nn.Module) -> Any:
     return None
 
 
-def extras(model: nn.Module, found: Sites) -> tuple[str, str, str]:
+def extras(model: nn.Module, found: Sites, inputs: tuple[Any, ...] | None) -> tuple[str, str, str]:
     """Whether the model is refitted, merges tokens, and where it can be exported to: a tick, or the reason."""
-    batch = batch_of(model)
+    batch, forward = (batch_of(model), None) if inputs is None else (inputs, by_position)
     some = next((kind for kind in KINDS if any(site.kind == kind for site in found)), None)
     if some is None:
         return "", "", ""
@@ -159,8 +168,8 @@ def extras(model: nn.Module, found: Sites) -> tuple[str, str, str]:
     if batch is None:
         return NO_INPUT, NO_INPUT, exported(model, found, recipe)
     return (
-        told(lambda: why_not(model, found, recipe, [batch])[1]),
-        told(lambda: find_merging(model, found, batch) and ""),
+        told(lambda: why_not(model, found, recipe, [batch], forward)[1]),
+        told(lambda: find_merging(model, found, batch, forward) and ""),
         exported(model, found, recipe),
     )
 
@@ -197,13 +206,13 @@ def unrecognised(found: Sites, kind: str) -> bool:
     return any(word in name for name in lost for word in words)
 
 
-def row(family: str, made: tuple[nn.Module, Sites] | str) -> tuple[str, ...]:
+def row(family: Family, made: tuple[nn.Module, Sites] | str) -> tuple[str, ...]:
     if isinstance(made, str):
-        return family, *[""] * (len(COLUMNS) - 2), made
+        return family.name, *[""] * (len(COLUMNS) - 2), made
     model, found = made
     try:
         with at_most(EXTRA_SECONDS):
-            more = extras(model, found)
+            more = extras(model, found, family.inputs)
     except TimeoutError:
         more = ("not tried in time",) * 3
     counts = {kind: sum(site.kind == kind for site in found) for kind in KINDS}
@@ -215,15 +224,16 @@ def row(family: str, made: tuple[nn.Module, Sites] | str) -> tuple[str, ...]:
     ]  # fmt: skip
     reasons = {r.reason.partition(";")[0].partition(" (by")[0]: r.kind for r in found.refused}
     why = "; ".join(f"{kind}: {reason}" for reason, kind in list(reasons.items())[:3])
-    return family, *cells, f"{len(found.proven)} of {len(found)}", f"{found.coverage()['pruned']:.0%}", *more, why
+    return family.name, *cells, f"{len(found.proven)} of {len(found)}", f"{found.coverage()['pruned']:.0%}", *more, why
 
 
 def page(rows: dict[str, list[tuple[str, ...]]], taken: dict[str, tuple[int, int]]) -> str:
-    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, timm, torchvision))
+    libraries = (torch, transformers, timm, torchvision, *other_libraries())
+    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in libraries)
     lines = [
         "# What corp takes",
         "",
-        "This page is made by `python scripts/coverage.py`: every family that the installed libraries build from a",
+        "This page is made by `python -m scripts.coverage`: every family that the installed libraries build from a",
         f"small config ({versions}), with random weights.",
         "A ✓ is a kind of site that was found, with the number of them; “tried out” counts the sites whose symmetry",
         "was tested on the model itself (see [models.md](models.md)): the others were reached by no input that could",
@@ -248,12 +258,12 @@ def main() -> None:
     rows: dict[str, list[tuple[str, ...]]] = {}
     taken = {"MLP": [0, 0], "Q/K": [0, 0], "V/O": [0, 0]}
     wanted = sys.argv[1:]
-    for library, family, make in families():
-        if wanted and family not in wanted:
+    for family in families():
+        if wanted and family.name not in wanted:
             continue
-        made = examined(make)
-        rows.setdefault(library, []).append(row(family, made))
-        print(*rows[library][-1], sep=" | ", flush=True)
+        made = examined(family)
+        rows.setdefault(family.library, []).append(row(family, made))
+        print(*rows[family.library][-1], sep=" | ", flush=True)
         if not isinstance(made, str):
             found = made[1]
             for name, kind in zip(taken, KINDS, strict=True):

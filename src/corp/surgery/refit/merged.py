@@ -45,6 +45,8 @@ def find_merging(model: nn.Module, sites: Sites, batch: Any, forward: Forward | 
     if len(parents) != 1:
         raise ModelError(f"tokens are merged in one sequence of blocks; this model has {len(parents)}")
     path = parents.pop()
+    if names != [f"{path}.{number}" for number in range(len(names))]:
+        raise ModelError(f"tokens are merged in blocks that are numbered from 0; this model's first is {names[0]}")
     tokens, prefix = _prefix(model, f"{path}.0", batch, forward)
     blocks = [Block(name, number == 0, (), (), tokens, True) for number, name in enumerate(names)]
     read = tokens_read(model, blocks, lambda: run(model, batch, forward))[0].read
