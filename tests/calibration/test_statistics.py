@@ -1,11 +1,13 @@
 """Sums against two-pass references, and that they add."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from corp.calibration.grams import CAUSAL_BLOCKS, Grams
 from corp.calibration.moments import ACTIVE_EPS, Moments
-from corp.calibration.site_sums import Entry, stored
+from corp.calibration.site_sums import Entry, SiteSums, entry_of, read_sums, stored, write_sums
 from corp.calibration.tokens import choose_tokens, real_tokens
 from corp.errors import StatisticsError
 from corp.numerics.linalg import unpack
@@ -172,6 +174,20 @@ def test_asking_for_a_name_reads_no_file() -> None:
     sums = stored({"mlp": Entry(4, 0, "a")}, lambda file: pytest.fail(f"{file} was looked for"))
     assert "mlp" in sums
     assert "attn" not in sums
+
+
+@pytest.mark.parametrize("byte", [-1, -2, -200])
+def test_one_flipped_bit_of_a_saved_sum_is_noticed(byte: int, tmp_path: Path) -> None:
+    x = torch.randn(40, 6)
+    written = SiteSums(moments_of(x), moments_of(x[:8]))
+    path, entry = tmp_path / "site.safetensors", entry_of(written, "site.safetensors")
+    write_sums(path, written)
+    assert read_sums(path, entry).tensors().keys() == written.tensors().keys()
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StatisticsError, match="is damaged"):
+        read_sums(path, entry)
 
 
 @pytest.mark.parametrize("window", [None, 3])

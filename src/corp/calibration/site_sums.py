@@ -18,9 +18,10 @@ from corp.calibration.pairs import PairSums
 from corp.errors import StatisticsError
 from corp.io.files import write_tensors
 from corp.numerics.place import Place
-from corp.sites import AttentionSite, OutputHead, Site
+from corp.sites import AttentionSite, OutputHead, Site, fingerprint_of
 
 Sums = TypeVar("Sums", Moments, Grams, PairSums)
+FINGERPRINT = "fingerprint"
 OPTIONAL = ("kron", "lengths", "attended")  # tensors that only some sums have
 AnySums: TypeAlias = "SiteSums[Moments] | SiteSums[Grams] | SiteSums[PairSums]"
 
@@ -123,7 +124,9 @@ def entry_of(sums: AnySums, file: str) -> Entry:
 
 
 def write_sums(path: Path, sums: AnySums) -> None:
-    write_tensors(path, {name: tensor.detach().cpu().contiguous() for name, tensor in sums.tensors().items()})
+    """Write one site's file, with a fingerprint of what it holds."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sums.tensors().items()}
+    write_tensors(path, tensors, {FINGERPRINT: fingerprint_of(sorted(tensors.items()))})
 
 
 def read_sums(path: Path, entry: Entry) -> AnySums:
@@ -138,12 +141,15 @@ def read_sums(path: Path, entry: Entry) -> AnySums:
             for name in names:
                 if not _fits(tuple(file.get_slice(name).get_shape()), shapes[name]):
                     raise StatisticsError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in sorted(names)}
+            recorded = (file.metadata() or {}).get(FINGERPRINT)  # older files have none
     except (SafetensorError, OSError) as error:
         raise StatisticsError(f"{path} is damaged or missing: {error}") from error
     for name, tensor in tensors.items():
         if not _plausible(tensor, counts=name.endswith(".counts")):
             raise StatisticsError(f"{path} is damaged: {name} ({tensor.dtype}) has values that no calibration writes")
+    if recorded is not None and recorded != fingerprint_of(tensors.items()):
+        raise StatisticsError(f"{path} is damaged: its sums are not those that were written; calibrate again")
     return entry.build(tensors)
 
 
