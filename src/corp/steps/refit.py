@@ -29,7 +29,7 @@ def refit(
             data = dense.model, dense.sites, batches, blocks
             passages = record_batches(*data, recipe, result.plan.samples, forward, advance)
     place = None if run.device is None else Place.on(torch.device(run.device))
-    work = Repair(dense.model, copy.deepcopy(result.model), recipe, place)
+    work = Repair(dense.model, copy.deepcopy(result.model), recipe, place, forward)
     with timed("repair"), observer.stage("refitting", len(blocks), "blocks") as advance:
         end = work.run(blocks, passages, advance)
     require_whole(work.smaller, blocks, end, lambda: feed(work.smaller, first_batch(batches), forward))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
 from timm.models import save_for_hf
 from torch import nn
 
@@ -226,6 +227,12 @@ def test_other_bad_input_is_refused(tmp_path: Path) -> None:
         corp.prune_streamed(tmp_path / "missing", data, PAPER, tmp_path / "out")
     with pytest.raises(ModelError, match="cannot be pruned block by block: the output of"):
         corp.prune_streamed(llama(tmp_path / "gemma2", "gemma2"), data, PAPER, tmp_path / "out")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=64, **sizes, decoder_start_token_id=0)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    translation = [{"input_ids": batch["input_ids"], "decoder_input_ids": batch["input_ids"]} for batch in data]
+    with pytest.raises(ModelError, match=r"block by block: decoder\.block\.0\.layer\.0 takes something"):
+        corp.prune_streamed(tmp_path / "t5", translation, PAPER, tmp_path / "out")
     for file in folder.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(ModelError, match="no weights as safetensors"):

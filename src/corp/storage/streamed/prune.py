@@ -46,7 +46,7 @@ from corp.storage.streamed.weights import Weights, contents
 from corp.storage.tying import saved_state
 from corp.surgery.apply import match, set_history, shrink
 from corp.surgery.refit.repair import EXAMINED, find_blocks, require_whole, warn_of_few
-from corp.surgery.refit.replay import Block
+from corp.surgery.refit.replay import Block, refusal
 
 
 def prune_streamed(
@@ -161,10 +161,13 @@ def _prepared(presence: Presence, run: Run, recipe: Recipe, store: Store) -> Wal
 
 def _blocks(model: nn.Module, sites: Sites, recipe: Recipe, batches: list[Any], forward: Forward | None) -> list[Block]:
     try:
-        return find_blocks(model, sites, recipe, batches, forward)
+        blocks = find_blocks(model, sites, recipe, batches, forward)
+        if fed := next((block.name for block in blocks if block.fed), None):
+            raise refusal(f"{fed} takes something from earlier blocks that is not their unchanged output")
     except PlanError as error:
         reason = str(error).removeprefix("this model cannot be refitted: ")
         raise ModelError(f"this model cannot be pruned block by block: {reason}; prune it whole") from error
+    return blocks
 
 
 def _with_widths(walk: Walk) -> Walk:

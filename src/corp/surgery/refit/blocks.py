@@ -7,6 +7,8 @@ whole model, and a block's output must be the sum of its input and its sites' ou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,18 +18,34 @@ from corp.calibration.hooks import block_of, input_of, removing
 from corp.calibration.threads import here
 from corp.numerics.place import Place
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, ValueSite, is_pointwise
-from corp.surgery.refit.replay import Block, Call, Run, Seen, close, drive, is_multihead, record, refusal, watching
+from corp.surgery.refit.readout import tensors_in
+from corp.surgery.refit.replay import (
+    Block,
+    Call,
+    Passage,
+    Run,
+    Seen,
+    close,
+    drive,
+    is_multihead,
+    record,
+    record_calls,
+    refusal,
+    watching,
+)
 
 NOISE = 0.1  # times its size, added to a hidden state to test whether running blocks reproduces the model
 ROUNDING = 8  # tolerance, in rounding errors of the stream, when a block must equal its input plus its sites' outputs
 FLOOR = 1e-12  # rounding errors in float64 are smaller than those of measuring them
+MOST_FED = 8  # chains that take something from earlier ones: each costs a pass of the pruned model
 
 
 def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     """The model's blocks in the order of the data, if they can be run one by one; otherwise an error says why not.
 
-    The whole model is run again with other hidden states at the start of every chain, and blocks that are run from
-    those must reproduce its end. This reveals computations between blocks and inputs that come another way.
+    For every chain the whole model is run again with other hidden states at its start, and blocks that are run from
+    those must reproduce its end. This reveals changes of the stream between blocks and inputs that come another way.
+    It also reveals which later chains take something from this one (a decoder, the language model behind a tower).
     """
     if routed := next((site for site in sites if isinstance(site, MLPSite) and site.experts), None):
         raise refusal(f"{routed.experts} holds experts, and their routing depends on the layers before them")
@@ -37,29 +55,54 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
     order = list(passage.calls)
     if not order:
         raise refusal("it has no numbered blocks that the data passes")
-    final = [name for name, after in zip(order, [*order[1:], None], strict=True) if after in (None, *passage.starts)]
-    ends: dict[str, Tensor | None] = dict.fromkeys(final)
-    shaken = record(model, sites, run, _shaken, ends)
-    if list(shaken.calls) != order or list(shaken.starts) != list(passage.starts):
-        raise refusal("its blocks run in a different order in every pass")
-    blocks, hidden = [], torch.empty(0)
-    for name in order:
-        if name in passage.starts:
-            if not close(passage.starts[name], shaken.starts[name]):
-                raise refusal(
-                    f"the input of {name} is computed from an earlier block's output instead of being that output"
-                )
-            hidden = _shaken(passage.starts[name])
-        here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
-        with watching(model, here) as seen:
-            output = drive(model, name, passage.calls[name], hidden)
-        by_name = {site.name: site for site in here}
-        call, in_order = passage.calls[name], [by_name[n] for n in seen]
-        blocks.append(_block(model, name, name in passage.starts, in_order, hidden, output, seen, call))
-        hidden, end = output, ends.get(name)
-        if end is not None and not close(end, hidden):
-            raise refusal(f"calling its blocks one by one, up to {name}, does not reproduce the whole model")
+    blocks: list[Block] = []
+    chains, fed = _chains(passage), set[str]()
+    for chain in chains:
+        ends: dict[str, Tensor | None] = {chain[-1]: None}
+        shaken = record_calls(model, order, run, {chain[0]: _shaken}, ends)
+        if list(shaken.calls) != order or list(shaken.starts) != list(passage.starts):
+            raise refusal("its blocks run in a different order in every pass")
+        fed |= {other[0] for other in chains if other is not chain and not _same(passage, shaken, other)}
+        if len(fed) > MOST_FED:
+            raise refusal(
+                f"the inputs of {len(fed)} blocks, such as {min(fed)}, are computed from an earlier block's output "
+                "instead of being that output"
+            )
+        hidden = _shaken(passage.starts[chain[0]])
+        for name in chain:
+            here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
+            with watching(model, here) as seen:
+                output = drive(model, name, passage.calls[name], hidden)
+            by_name = {site.name: site for site in here}
+            call, in_order = passage.calls[name], [by_name[n] for n in seen]
+            made = _block(model, name, name == chain[0], in_order, hidden, output, seen, call)
+            blocks.append(replace(made, fed=name in fed))
+            hidden = output
+        end = ends[chain[-1]]
+        if end is None or not close(end, hidden):
+            raise refusal(f"calling its blocks one by one, up to {chain[-1]}, does not reproduce the whole model")
     return blocks
+
+
+def _chains(passage: Passage) -> list[list[str]]:
+    """The blocks in order, a list per chain."""
+    chains: list[list[str]] = []
+    for name in passage.calls:
+        if name in passage.starts:
+            chains.append([])
+        chains[-1].append(name)
+    return chains
+
+
+def _same(one: Passage, other: Passage, chain: Sequence[str]) -> bool:
+    """Whether a chain starts with the same hidden state in both passes, and its blocks take the same numbers."""
+
+    def numbers(passage: Passage) -> list[Tensor]:
+        calls = [passage.calls[name] for name in chain]
+        return [passage.starts[chain[0]], *tensors_in([[call.args, call.kwargs] for call in calls])]
+
+    pairs = list(zip_longest(numbers(one), numbers(other)))
+    return all(a is not None and b is not None and close(a, b) for a, b in pairs)
 
 
 def _shaken(hidden: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ class Recorder:
         if list(passage.calls) != [block.name for block in self.blocks]:
             raise refusal("its blocks run in a different order from batch to batch")
         passage.first, passage.samples = self.seen, size_of(batch)
+        passage.batch = batch if any(block.fed for block in self.blocks) else None
         self.passages.append(passage)
         self.tokens += max(math.prod(x.shape[:2]) for x in passage.starts.values())
         if not passage.first:

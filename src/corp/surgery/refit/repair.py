@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from corp.calibration.batches import (
     Forward,
     enumerate_batches,
     evaluating,
+    feed,
     first_samples,
     move,
     placement,
@@ -39,7 +41,18 @@ from corp.surgery.linear import refill
 from corp.surgery.refit.blocks import examine
 from corp.surgery.refit.gaps import TokenSums
 from corp.surgery.refit.readout import tokens_read
-from corp.surgery.refit.replay import Block, Passage, Run, close, drive, meeting, refusal, stream_of, watching
+from corp.surgery.refit.replay import (
+    Block,
+    Passage,
+    Run,
+    close,
+    drive,
+    meeting,
+    record_calls,
+    refusal,
+    stream_of,
+    watching,
+)
 
 EXAMINED = 2  # samples on which the blocks are found
 READ = 0.5  # the total weight of the tokens that the model's output is read from
@@ -96,6 +109,7 @@ class Repair:
     smaller: nn.Module
     recipe: Recipe
     place: Place | None = None  # where systems are solved; by default where the layer is
+    forward: Forward | None = None  # how the models are called, as in `prune`
     corrected: dict[str, dict[str, float]] = field(default_factory=dict)
     few: list[str] = field(default_factory=list)
 
@@ -106,11 +120,21 @@ class Repair:
         for block in blocks:
             if block.starts:
                 dense = [passage.starts.pop(block.name) for passage in passages]
-                pruned = list(dense)
+                pruned = self._fed_starts(block, blocks, passages) if block.fed else list(dense)
             dense = self.correct_block(block, passages, dense, pruned)
             advance(1)
         warn_of_few(self.few)
         return pruned[0]
+
+    def _fed_starts(self, first: Block, blocks: Sequence[Block], passages: Sequence[Passage]) -> list[Tensor]:
+        """Record how the pruned model calls a chain that is fed by earlier ones; returns what the chain starts with."""
+        names, starts = [block.name for block in blocks], []
+        for passage in passages:
+            with without_cache(self.smaller):
+                found = record_calls(self.smaller, names, partial(feed, self.smaller, passage.batch, self.forward))
+            passage.fed = found.calls
+            starts.append(found.starts[first.name])
+        return starts
 
     def correct_block(
         self, block: Block, passages: Sequence[Passage], dense: list[Tensor], pruned: list[Tensor]
@@ -133,7 +157,7 @@ class Repair:
             pruned[:] = [output if change is None else added(output, x, *change) for output, x in ends]
             return behind
         for i, passage in enumerate(passages):
-            pruned[i] = drive(self.smaller, block.name, passage.calls[block.name], pruned[i])
+            pruned[i] = drive(self.smaller, block.name, passage.pruned_call(block.name), pruned[i])
         return behind
 
     def _observe(
@@ -166,7 +190,7 @@ class Repair:
                 watching(self.smaller, block.sites, inputs=site.name, stop=stop) as seen,
                 meeting(self.smaller, own, stop=True) as met,
             ):
-                output = drive(self.smaller, block.name, passage.calls[block.name], hidden)
+                output = drive(self.smaller, block.name, passage.pruned_call(block.name), hidden)
             if own:
                 gap = _tokens(target[own[0]]) - _tokens(met[own[0]])
             else:

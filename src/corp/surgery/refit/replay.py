@@ -2,12 +2,13 @@
 
 A block is a numbered module, called with a hidden state and further arguments (masks, positions). In a chain of blocks
 the hidden state is the unchanged output of the block before; so a block can be called again as the model called it,
-with another hidden state. blocks.py determines whether a model has this structure.
+with another hidden state. A model may have several chains, such as an encoder and a decoder. blocks.py determines
+whether a model has this structure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -58,6 +59,12 @@ class Passage:
     first: int = 0  # index of its first sample among all
     samples: int = 0
     last: Tensor | None = None  # the last block's output, while the model runs
+    batch: Any = None  # kept if chains are fed by others, for the calls that the pruned model makes
+    fed: dict[str, Call] = field(default_factory=dict)  # the pruned model's calls of such chains
+
+    def pruned_call(self, name: str) -> Call:
+        """How the pruned model calls a block."""
+        return self.fed.get(name) or self.calls[name]
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Block:
     read: int = 0  # how many leading ones of them the model's output is read from (readout.py)
     ends: bool = False  # whether it ends a chain
     junctions: tuple[str, ...] = ()  # modules of a post-norm block
+    fed: bool = False  # whether it starts a chain that takes something from earlier ones, as a decoder does
 
 
 def stream_of(output: Any) -> Any:
@@ -95,43 +103,57 @@ def drive(model: nn.Module, name: str, call: Call, hidden: Tensor) -> Tensor:
     return hidden
 
 
-def record(
+def record(model: nn.Module, sites: Sequence[Site], run: Run) -> Passage:
+    """Run the model once, and record the calls of the blocks around the sites, and which tokens are real."""
+    masks = Masks()
+    with removing(masks.watch(model, sites)):
+        passage = record_calls(model, blocks_of(sites), run)
+    passage.masks = {where: masks.of(where) for site in sites if (where := getattr(site, "mask", None))}
+    return passage
+
+
+def record_calls(
     model: nn.Module,
-    sites: Sequence[Site],
+    names: Sequence[str],
     run: Run,
-    change: Callable[[Tensor], Tensor] | None = None,
+    change: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     ends: dict[str, Tensor | None] | None = None,
 ) -> Passage:
-    """Run the model once. `change` alters the hidden states that chains start with; `ends` receives blocks' outputs."""
-    passage, masks = Passage(), Masks()
-    handles = masks.watch(model, sites)
+    """Run the model once, and record the calls of these blocks.
+
+    `change` alters the hidden states with which chains start, by the name of their first block; `ends` receives
+    blocks' outputs.
+    """
+    passage, changes = Passage(), change or {}
+    handles: list[Any] = []
 
     def watch(name: str) -> None:
-        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = _call(name, args, kwargs, passage.last)
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            before = next(reversed(passage.calls), "")
+            along = before.rpartition(".")[0] == name.rpartition(".")[0]  # not from an encoder to a decoder
+            call = _call(name, args, kwargs, passage.last if along else None)
             if name in passage.calls:
                 raise refusal(f"{name} runs more than once in a forward pass")
             passage.calls[name] = call.having(None)
             if call.hidden is passage.last:
                 return None
             passage.starts[name] = call.hidden.clone()
-            return None if change is None else call.having(change(call.hidden))[:2]
+            return call.having(changes[name](call.hidden))[:2] if name in changes else None
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
             passage.last = stream_of(output)
             if ends is not None and name in ends:
                 ends[name] = passage.last.clone()
 
         module = model.get_submodule(name)
-        handles.append(module.register_forward_pre_hook(here(before), with_kwargs=True))
-        handles.append(module.register_forward_hook(here(after)))
+        handles.append(module.register_forward_pre_hook(here(enter), with_kwargs=True))
+        handles.append(module.register_forward_hook(here(leave)))
 
-    for name in blocks_of(sites):
+    for name in names:
         watch(name)
     with torch.no_grad(), evaluating(model), without_fast_path(), removing(handles):
         run()
     passage.last = None
-    passage.masks = {where: masks.of(where) for site in sites if (where := getattr(site, "mask", None))}
     return passage
 
 
@@ -151,7 +173,7 @@ def refusal(reason: str) -> PlanError:
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], last: Tensor | None) -> Call:
-    """The call with its hidden state: the last block's output, otherwise the first tensor of real numbers."""
+    """The call with its hidden state: the output of the block before, otherwise the first tensor of real numbers."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for _, value in given:
         _require_constant(name, value)
