@@ -238,17 +238,6 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         merged(model, (1, 0), "hf-vit").get_submodule("vit.layers")(torch.zeros(1, 5, 24), torch.ones(1, 5))
 
 
-def test_a_merging_survives_json_and_refuses_nonsense() -> None:
-    merging = Merging("blocks", (3, 0), 1, read=1)
-    assert Merging.from_dict(merging.to_dict()) == merging
-    for raw in (None, {"blocks": "blocks"}, {**merging.to_dict(), "more": 1}, {**merging.to_dict(), "schedule": 3}):
-        with pytest.raises(PlanError, match="merging"):
-            Merging.from_dict(raw)
-    for wrong in ({"schedule": (-1, 0)}, {"schedule": (True, 0)}, {"prefix": 0.5}, {"read": 2}, {"schedule": (1, 1)}):
-        with pytest.raises(PlanError, match="merging"):
-            Merging(**{**merging.to_dict(), **wrong})
-
-
 def test_rows_are_taken_sample_by_sample() -> None:
     x = torch.arange(12.0).reshape(2, 3, 2)
     assert rows(x, torch.tensor([[2, 0], [1, 1]])).tolist() == [[[4, 5], [0, 1]], [[8, 9], [8, 9]]]
