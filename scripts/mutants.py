@@ -37,7 +37,7 @@ PACKAGES = {  # files that are changed, and tests that should notice
     "surgery": (
         "surgery",
         "surgery contract/test_adapters.py contract/test_hf_rotary.py contract/test_hf.py contract/test_structure.py "
-        "test_api.py",
+        "contract/test_qk_norm.py test_api.py",
     ),
     "loaders": (
         "storage/folder.py storage/rebuilding.py storage/tying.py adapters/hf_models.py adapters/timm_models.py "
