@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from corp.errors import PlanError
 from corp.sites import MLPSite, Rows
-from corp.surgery.refit.replay import Call, close, drive, meeting, record, watching
+from corp.surgery.refit.replay import Call, close, drive, meeting, record, record_calls, watching
 from tests.helpers.seeds import seed_all, seeded
 
 SITES = [MLPSite(f"blocks.{i}.mlp", (Rows(f"blocks.{i}.up", 0, 6),), f"blocks.{i}.down") for i in range(2)]
+NAMES = ["blocks.0", "blocks.1"]
 
 
 class Block(nn.Module):
@@ -66,7 +67,7 @@ def test_a_call_has_its_hidden_state_replaced() -> None:
 def test_blocks_run_again_as_the_model_ran_them() -> None:
     model, x = build(), hidden()
     ends: dict[str, Tensor | None] = {"blocks.1": None}
-    passage = record(model, SITES, lambda: model(x), None, ends)
+    passage = record_calls(model, NAMES, lambda: model(x), ends=ends)
     assert list(passage.calls) == ["blocks.0", "blocks.1"]
     assert list(passage.starts) == ["blocks.0"]
     assert torch.equal(passage.starts["blocks.0"], x)
@@ -84,7 +85,7 @@ def test_blocks_run_again_as_the_model_ran_them() -> None:
 def test_other_hidden_states_start_the_chains() -> None:
     model, x = build(between=1.0), hidden()
     ends: dict[str, Tensor | None] = {"blocks.0": None}
-    passage = record(model, SITES, lambda: model(x), lambda stream: 2 * stream, ends)
+    passage = record_calls(model, NAMES, lambda: model(x), dict.fromkeys(NAMES, lambda stream: 2 * stream), ends)
     assert list(passage.starts) == ["blocks.0", "blocks.1"]  # something is added between them
     assert torch.equal(passage.starts["blocks.0"], x)
     assert ends["blocks.0"] is not None
