@@ -59,3 +59,16 @@ def test_giving_way_is_a_warning_and_the_paper_is_never_judged(monkeypatch: pyte
     observer = Recorder()
     corp.prune(build("vit"), batches("vit", 6, 4), Recipe.paper(mlp=0.6), observer=observer)
     assert not [line for line in observer.notes if LINE.match(line)]
+
+
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+def test_equal_shares_are_divided_by_trials_whatever_ranking_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "TOKENS_PER_CHANNEL", 10**6)
+    monkeypatch.setattr(search, "CLEARLY", 0.0)  # the paper's ranking is used
+    recipe = Recipe(target_macs=0.7, allocate="uniform", sequential=False)
+    result = corp.prune(build("vit"), batches("vit", 6, 4), recipe)
+    assert result.plan.recipe.rank == "combined"
+    tried = result.plan.why["split"]["tried"]
+    assert len(tried) > 1
+    least = min(tried, key=lambda one: one["divergence"])
+    assert result.plan.why["allocation"]["queries"] == least["queries"]

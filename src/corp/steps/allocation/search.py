@@ -61,16 +61,17 @@ def most_trials(recipe: Recipe) -> int:
 def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
     """The allocator's recipe with its open settings resolved, and the widths, by trials on held-out batches."""
     recipe, observer = allocator.recipe, allocator.observer
+    searches = recipe.searches  # whatever ranking is chosen below
     if recipe.min_agreement is not None and not held:
         raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
     scarce = bool(held) and _doubtful(recipe) and _scarce(allocator)
-    if not held or not (recipe.searches or scarce):  # a single batch: the rules decide, as in corp.plan
+    if not held or not (searches or scarce):  # a single batch: the rules decide, as in corp.plan
         return recipe, allocator.allocate(recipe)
     with observer.stage("trying widths", most_trials(recipe), "models") as advance:
         try:
             reference = Reference(allocator.model, held, forward)
         except ModelError as error:
-            if recipe.searches:
+            if searches:
                 raise
             why = {"notes": [f"the rankings were not compared: {error}"]}
             return recipe, allocator.allocate(recipe)._replace(why=why)
@@ -82,7 +83,7 @@ def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = 
         if recipe.min_agreement is not None:
             recipe, found = Agreement(trials).run(recipe.min_agreement)
         else:
-            found = Split(trials).run() if recipe.searches else trials.allocator.allocate(recipe)
+            found = Split(trials).run() if searches else trials.allocator.allocate(recipe)
     return recipe, found._replace(why={**found.why, **note})
 
 
