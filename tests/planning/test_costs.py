@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from corp.planning.output import OutputPlan
@@ -64,6 +66,10 @@ def test_a_sites_shares_are_weighted_by_what_its_heads_lost() -> None:
 def test_a_site_that_lost_nothing_has_no_error() -> None:
     nothing = site(NOTHING, NOTHING)
     assert (nothing.relative_error, nothing.overfit, nothing.rho2) == (0.0, 0.0, 1.0)
+    little = GroupCost(0.25, 0.25, 0.5, 0.5, 0.5, fit=0.5, held=0.75)
+    assert site(little, little).overfit == pytest.approx(0.5)
+    assert site(little, little).relative_error == pytest.approx(0.5)
+    assert site(replace(little, rho2=0.25), little).rho2 == pytest.approx(0.375)
     assert OutputPlan("head", 8, 4, 1.0, 0.0).relative_error == 0
     assert OutputPlan("head", 8, 4, 1.0, 0.5).relative_error == 2
 

@@ -186,6 +186,7 @@ def test_features_of_several_blocks_give_every_patch_its_groups_value() -> None:
 def test_merging_is_replaced_copied_and_pickled() -> None:
     model, batch = models.build("vit"), models.batches("vit")[0]
     once = merged(model, (3, 2))
+    assert [block.weighted for block in once.get_submodule("blocks").children()] == [False, True]
     expected = models.run(once, batch)
     assert not torch.allclose(expected, models.run(model, batch))
     for same in (copy.deepcopy(once), pickle.loads(pickle.dumps(once)), merged(merged(model, (1, 0)), (3, 2))):
@@ -238,17 +239,59 @@ def test_requests_that_do_not_fit_are_refused() -> None:
         merged(model, (1, 0), "hf-vit").get_submodule("vit.layers")(torch.zeros(1, 5, 24), torch.ones(1, 5))
 
 
-def test_a_merging_survives_json_and_refuses_nonsense() -> None:
-    merging = Merging("blocks", (3, 0), 1, read=1)
-    assert Merging.from_dict(merging.to_dict()) == merging
-    for raw in (None, {"blocks": "blocks"}, {**merging.to_dict(), "more": 1}, {**merging.to_dict(), "schedule": 3}):
-        with pytest.raises(PlanError, match="merging"):
-            Merging.from_dict(raw)
-    for wrong in ({"schedule": (-1, 0)}, {"schedule": (True, 0)}, {"prefix": 0.5}, {"read": 2}, {"schedule": (1, 1)}):
-        with pytest.raises(PlanError, match="merging"):
-            Merging(**{**merging.to_dict(), **wrong})
-
-
 def test_rows_are_taken_sample_by_sample() -> None:
     x = torch.arange(12.0).reshape(2, 3, 2)
     assert rows(x, torch.tensor([[2, 0], [1, 1]])).tolist() == [[[4, 5], [0, 1]], [[8, 9], [8, 9]]]
+
+
+@pytest.mark.parametrize("family", ["vit", "hf-vit"])
+def test_operations_of_a_last_block_that_computes_what_is_read_are_counted(family: str) -> None:
+    model, batch = models.build(family), models.batches(family)[0]
+    path, prefix = PLACES[family]
+    one = batch[:1] if isinstance(batch, Tensor) else {key: value[:1] for key, value in batch.items()}
+    last = list(model.get_submodule(path).children())[-1]
+    saved = block_macs(last, 16 + prefix) - block_macs(last, 16 + prefix, read=prefix)
+    assert count_macs(model, one) - count_macs(merged(model, (0, 0), family, read=prefix), one) == saved > 0
+    with pytest.raises(ModelError, match="Linear is not a plain pre-norm block"):
+        block_macs(nn.Linear(2, 2), 4)
+
+
+@pytest.mark.parametrize(("patches", "left"), [(7, 4), (6, 3), (2, 1), (1, 1)])
+def test_at_most_half_of_the_patches_are_merged(patches: int, left: int) -> None:
+    block: Any = next(merged(models.build("vit"), (100, 0)).get_submodule("blocks").children())
+    x = torch.randn(2, 1 + patches, 24, generator=seeded(4), dtype=torch.float64)
+    groups = torch.arange(1 + patches).expand(2, -1)
+    y, sizes, found = block(x, sizes=x.new_ones(x.shape[:2]), groups=groups)
+    assert y.shape == (2, 1 + left, 24)
+    assert sizes.sum(1).tolist() == [1 + patches] * 2
+    assert sizes[:, 0].tolist() == [1, 1]
+    assert sorted(set(found.flatten().tolist())) == list(range(1 + left))
+
+
+def test_slices_of_merged_blocks_run_what_they_hold() -> None:
+    model, x = models.build("vit"), torch.randn(2, 9, 24, generator=seeded(5), dtype=torch.float64)
+    made: Any = merged(model, (3, 2), unmerge=True).get_submodule("blocks")
+    dense: Any = model.get_submodule("blocks")
+    first, second = made.children()
+    assert made[1] is second
+    torch.testing.assert_close(made[1:](x), dense[1](x))  # later ones alone are dense
+    y, _, groups = first(x, sizes=x.new_ones(x.shape[:2]), groups=torch.arange(9).expand(2, -1))
+    torch.testing.assert_close(made[:1](x), rows(y, groups))
+    torch.testing.assert_close(made[:2](x), made(x))
+    plain: Any = merged(model, (3, 2)).get_submodule("blocks")
+    torch.testing.assert_close(plain[:2](x), dense(x))
+    listed: Any = merged(models.build("hf-vit"), (3, 2), "hf-vit").get_submodule("vit.layers")
+    assert list(listed) == [listed]
+    assert type(listed[:1]) is nn.ModuleList
+    assert listed[1] is list(listed.children())[1]
+
+
+def test_masks_that_hide_nothing_are_accepted() -> None:
+    layers: Any = merged(models.build("hf-vit"), (1, 0), "hf-vit").get_submodule("vit.layers")
+    x = torch.randn(1, 5, 24, generator=seeded(6), dtype=torch.float64)
+    expected = layers(x)
+    for mask in (torch.zeros(1, 1, 5, 5, dtype=torch.float64), torch.ones(1, 1, 5, 5, dtype=torch.bool)):
+        assert torch.equal(layers(x, mask), expected)
+    for mask in (torch.full((1, 5), -1.0), torch.tensor([[True, True, True, True, False]])):
+        with pytest.raises(ModelError, match="take no attention mask"):
+            layers(x, mask)

@@ -17,6 +17,7 @@ from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
 from corp.measure.units import unit_costs
 from corp.numerics.allocate import Option, share
+from corp.sites import Sites
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.allocation.budget import Sample
 from corp.steps.allocation.latency import compare_times, narrow_copy
@@ -28,8 +29,7 @@ from tests.helpers.models import batches, build
 FIXED, FULL = 0.2, {"mlp": 0.5, "attn": 0.2, "vo": 0.1}
 
 
-def seconds(model: nn.Module, full: dict[str, float]) -> float:
-    sites = corp.find_sites(model)
+def seconds(sites: Sites, full: dict[str, float]) -> float:
     dense = {"mlp": 96, "attn": 8, "vo": 8}
     return FIXED + sum(full[site.kind] / 2 * site.width / dense[site.kind] for site in sites)
 
@@ -39,17 +39,18 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Allocator]:
     def make(full: dict[str, float] = FULL, together: float = 0.0) -> Allocator:
         """`together`: what pruned models take on top of it where more than one kind is narrower."""
 
-        def timed(_sample: Sample, dense: nn.Module, other: nn.Module) -> Ratio:
-            changed = {
-                site.kind for site in corp.find_sites(other) if site.width < corp.find_sites(dense)[site.name].width
-            }
+        model = build("vit")
+        dense = corp.find_sites(model)
+
+        def timed(_sample: Sample, _dense: nn.Module, other: nn.Module) -> Ratio:
+            sites = corp.find_sites(other)
+            changed = {site.kind for site in sites if site.width < dense[site.name].width}
             extra = together if len(changed) > 1 else 0.0
-            value = seconds(dense, full) / (seconds(other, full) + extra)
+            value = seconds(dense, full) / (seconds(sites, full) + extra)
             return Ratio(value, 0.99 * value, 1.01 * value)
 
         monkeypatch.setattr("corp.steps.allocation.latency.compare_times", timed)
-        model = build("vit")
-        return Allocator(model, corp.find_sites(model), corp.calibrate(model, batches("vit")), Recipe())
+        return Allocator(model, dense, corp.calibrate(model, batches("vit")), Recipe())
 
     return make
 
@@ -61,7 +62,7 @@ def test_the_result_takes_no_longer_than_asked_and_the_table_is_right(
 ) -> None:
     made = clocked()
     widths, why, *_ = made.allocate(Recipe(allocate=allocate, target_latency=target))
-    taken = seconds(narrow_copy(made.model, made.sites, widths, Recipe.paper()), FULL)
+    taken = seconds(corp.find_sites(narrow_copy(made.model, made.sites, widths, Recipe.paper())), FULL)
     assert target - 0.1 < taken <= target
     found = why["latency"]
     assert found["predicted"] == pytest.approx(taken, abs=1e-4)

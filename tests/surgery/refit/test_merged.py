@@ -41,6 +41,20 @@ def test_prefix_and_read_tokens_are_found_by_trying(family: str) -> None:
     assert find_merging(model, find_sites(model), batch) == FOUND[family]
 
 
+def test_batches_may_hold_more_than_images() -> None:
+    """What is no tensor of real numbers stays as it is when images are changed."""
+    model, images = models.build("vit"), small(models.batches("vit", count=1)[0])
+    batch = {"images": [images, (images,)], "labels": torch.arange(4), "size": 16, "name": "a", "mask": None}
+
+    def forward(made: nn.Module, given: Any) -> Any:
+        assert (given["size"], given["name"], given["mask"]) == (16, "a", None)
+        assert torch.equal(given["labels"], torch.arange(4))
+        assert type(given["images"]) is list
+        return made(given["images"][1][0])
+
+    assert find_merging(model, find_sites(model), batch, forward) == FOUND["vit"]
+
+
 class Intermediate(nn.Module):
     """Reads the first block's tokens, as decoders for depth and segmentation do."""
 
@@ -109,3 +123,13 @@ def test_refitting_brings_the_output_nearer_to_the_dense_one(family: str, widths
     assert corrected
     assert "blocks.0.mlp" not in corrected
     assert all(0 <= one["left"] <= one["gap"] for one in corrected.values())
+
+
+def test_one_batch_is_enough_to_refit_on_the_merged_stream() -> None:
+    model, batches = models.build("vit"), models.batches("vit", count=1)
+    merged, sites = merged_copy(model, Merging("blocks", (5, 3), 1)), find_sites(model)
+    recipe, expected = Recipe(mlp=0.5, sequential=True), models.run(model, batches[0])
+    before = float((models.run(merged, batches[0]) - expected).norm())
+    blocks = find_blocks(model, sites, recipe, batches)
+    repair_merged(model, merged, blocks, record_batches(model, sites, batches, blocks, recipe, 50), recipe)
+    assert float((models.run(merged, batches[0]) - expected).norm()) < before

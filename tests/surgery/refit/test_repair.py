@@ -224,6 +224,22 @@ def test_where_nothing_is_removed_nothing_changes(family: str) -> None:
     assert fingerprint(result.model) == fingerprint(model)
 
 
+def test_one_batch_is_enough_if_it_has_samples_to_hold_out() -> None:
+    model, data = models.build("vit"), models.batches("vit", 1)
+    plain, refitted = (
+        models.prune(model, data, Recipe.paper(**HALF, sequential=sequential)) for sequential in (False, True)
+    )
+    assert error(refitted.model, model, data) < error(plain.model, model, data)
+
+
+def test_post_norm_blocks_are_refitted_at_their_junctions() -> None:
+    model, data = setup("hf-bert")
+    plain, refitted = (
+        models.prune(model, data, Recipe.paper(**HALF, sequential=sequential)) for sequential in (False, True)
+    )
+    assert error(refitted.model, model, data) < error(plain.model, model, data)
+
+
 def test_the_same_data_give_the_same_bits() -> None:
     model, data = models.build("vit", torch.float32), models.batches("vit", dtype=torch.float32)
     first, second = (models.prune(model, data, Recipe.paper(**HALF, sequential=True)) for _ in range(2))

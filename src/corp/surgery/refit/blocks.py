@@ -68,20 +68,28 @@ def examine(model: nn.Module, sites: Sequence[Site], run: Run) -> list[Block]:
                 f"the inputs of {len(fed)} blocks, such as {min(fed)}, are computed from an earlier block's output "
                 "instead of being that output"
             )
-        hidden = _shaken(passage.starts[chain[0]])
-        for name in chain:
-            here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
-            with watching(model, here) as seen:
-                output = drive(model, name, passage.calls[name], hidden)
-            by_name = {site.name: site for site in here}
-            call, in_order = passage.calls[name], [by_name[n] for n in seen]
-            made = _block(model, name, name == chain[0], in_order, hidden, output, seen, call)
-            blocks.append(replace(made, fed=name in fed))
-            hidden = output
+        own, output = _run_chain(model, sites, chain, passage)
+        blocks += [replace(block, fed=block.name in fed) for block in own]
         end = ends[chain[-1]]
-        if end is None or not close(end, hidden):
+        if end is None or not close(end, output):
             raise refusal(f"calling its blocks one by one, up to {chain[-1]}, does not reproduce the whole model")
     return blocks
+
+
+def _run_chain(
+    model: nn.Module, sites: Sequence[Site], chain: Sequence[str], passage: Passage
+) -> tuple[list[Block], Tensor]:
+    """The blocks of a chain, run one by one from another hidden state, and the last one's output."""
+    blocks, hidden = [], _shaken(passage.starts[chain[0]])
+    for name in chain:
+        here = [site for site in sites if not isinstance(site, AttentionSite) and block_of(site.down) == name]
+        with watching(model, here) as seen:
+            output = drive(model, name, passage.calls[name], hidden)
+        by_name = {site.name: site for site in here}
+        call, in_order = passage.calls[name], [by_name[n] for n in seen]
+        blocks.append(_block(model, name, name == chain[0], in_order, hidden, output, seen, call))
+        hidden = output
+    return blocks, hidden
 
 
 def _chains(passage: Passage) -> list[list[str]]:
