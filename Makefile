@@ -105,6 +105,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.beyond
+	$(BIN)/python -m benchmarks.chains
 	$(BIN)/python -m benchmarks.rounding --out benchmarks/results/rounding.json
 	$(BIN)/python -m benchmarks.estimate --out benchmarks/results/estimate.json
 
