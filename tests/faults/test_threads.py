@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 import corp
 from corp import Recipe, Result
+from corp.calibration.batches import without_cache
 from tests.helpers.models import batches, build, run
 
 RECIPE = Recipe(mlp=0.5, attn=0.5, ridge=1e-2)
@@ -102,3 +103,12 @@ def test_hooks_of_the_users_own_stay_and_see_what_passes() -> None:
     assert same(found, wanted)
     assert len(seen) >= 3
     assert list(model.blocks[0]._forward_hooks) == [handle.id]
+
+
+def test_caches_stay_off_until_the_last_one_that_needs_it_is_done() -> None:
+    model = build("hf-opt")
+    with ExitStack() as second:
+        with without_cache(model):
+            second.enter_context(without_cache(model))
+        assert model.config.use_cache is False
+    assert model.config.use_cache is True

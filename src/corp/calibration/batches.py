@@ -79,10 +79,10 @@ def without_cache(*loaded: nn.Module) -> AbstractContextManager[None]:
     """Turn off the key-value caches of language models, also of those inside: gigabytes that only generation needs."""
 
     def change(config: Any) -> Callable[[], None]:
-        config.use_cache = False
-        return lambda: setattr(config, "use_cache", True)
+        was, config.use_cache = config.use_cache, False
+        return lambda: setattr(config, "use_cache", was)
 
-    configs = [config for model in loaded for config in _configs(model).values() if config.use_cache]
+    configs = [config for model in loaded for config in _configs(model).values()]  # also those of another thread's use
     return shared({("cache", id(config)): partial(change, config) for config in configs})
 
 
