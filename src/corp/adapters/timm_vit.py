@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from timm import create_model, is_model
 from timm.layers import Attention, AttentionPoolLatent, GluMlp, Mlp, SwiGLU
-from timm.models import vision_transformer
 from timm.models.beit import Beit
 from timm.models.eva import Eva
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock, VisionTransformer
 from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
 from torch import nn
 
@@ -32,8 +31,7 @@ BUILT: dict[type, Callable[..., nn.Module]] = {
     AttentionPoolLatent: LatentPool,
     **{cls: cls for cls in (PackedAttention, RelativeAttention, LatentPool)},
 }
-_FUSED = ("ParallelScalingBlock", "DiffParallelScalingBlock")  # older releases of timm lack the second
-FUSED_BLOCKS = tuple(getattr(vision_transformer, name) for name in _FUSED if hasattr(vision_transformer, name))
+FUSED_BLOCKS = (ParallelScalingBlock, DiffParallelScalingBlock)
 
 
 def find(model: nn.Module) -> list[Finding] | None:

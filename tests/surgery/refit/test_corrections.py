@@ -10,7 +10,8 @@ from corp.errors import CorpWarning, ModelError, PlanError
 from corp.numerics.place import Place
 from corp.sites import Mask, MLPSite, Rows
 from corp.surgery.refit.gaps import TokenSums
-from corp.surgery.refit.repair import added, correct_layer, correction, require_whole, split_rows, warn_of_few
+from corp.surgery.refit.layer import added, correct_layer, correction, split_rows
+from corp.surgery.refit.repair import require_whole, warn_of_few
 from corp.surgery.refit.replay import Block, Passage
 from tests.helpers.seeds import seed_all, seeded
 

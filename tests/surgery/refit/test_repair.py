@@ -25,8 +25,8 @@ from corp.numerics.affine import Folded
 from corp.sites import fingerprint, projection_of
 from corp.surgery.linear import refill
 from corp.surgery.refit.blocks import examine, stream_scales
+from corp.surgery.refit.layer import correction
 from corp.surgery.refit.recording import samples_wanted
-from corp.surgery.refit.repair import correction
 from corp.surgery.refit.replay import Block, blocks_of, close, drive, stream_of
 from tests.helpers import hf_folders, models, rotary_models
 from tests.helpers.command import content, failure
@@ -138,7 +138,7 @@ def test_the_gap_is_what_the_stream_lags_by(
         gaps.append(fit.square + held.square)
         return correction(fit, held, *options)
 
-    monkeypatch.setattr("corp.surgery.refit.repair.correction", spy)
+    monkeypatch.setattr("corp.surgery.refit.layer.correction", spy)
     model, data = setup(family)
     result = models.prune(model, data, Recipe.paper(**HALF, sequential=True))
     for number, name in enumerate(block_outputs(model, data)):
@@ -422,7 +422,7 @@ def test_a_weight_that_changes_after_its_refit_is_found(later: bool, monkeypatch
             smaller.blocks[0].mlp.fc2.weight.data *= 1.001
             tampered.append(name)
 
-    monkeypatch.setattr("corp.surgery.refit.repair.refill", tampering)
+    monkeypatch.setattr("corp.surgery.refit.layer.refill", tampering)
     with pytest.raises(ModelError, match=r"self-check: the refitted model does not reproduce its refit \(blocks\.1\)"):
         repaired() if later else models.prune(model, data, Recipe.paper(**HALF, sequential=True))
     assert tampered == ["blocks.1.attn.proj"]

@@ -27,8 +27,8 @@ from corp.sites import Sites, ValueSite, at_site, projection_at
 from corp.surgery.merged import merge_tokens, start_groups
 from corp.surgery.merging import rows
 from corp.surgery.refit.gaps import TokenSums
+from corp.surgery.refit.layer import added, correct_layer, read_share, split_rows
 from corp.surgery.refit.readout import tensors_in, tokens_read
-from corp.surgery.refit.repair import READ, added, correct_layer, split_rows
 from corp.surgery.refit.replay import Block, Enough, Passage, blocks_of, close, drive, watching
 
 SHAKE = 1.0  # noise that is added to an image to find the tokens that depend on it
@@ -187,9 +187,8 @@ def _observe(
     If the site is the block's last, the ends of all passages are returned too.
     """
     site = block.sites[number]
-    share = READ if block.read < block.tokens else 1.0
     inputs = projection_at(smaller, site.down).weight.shape[1]
-    fit, held = (TokenSums(inputs, targets[0].shape[-1], share) for _ in range(2))
+    fit, held = (TokenSums(inputs, targets[0].shape[-1], read_share(block)) for _ in range(2))
     ends = []
     for passage, stream, target in zip(passages, behind, targets, strict=True):
         early = isinstance(site, ValueSite)  # tokens merge after it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -94,13 +95,13 @@ def record_batches(
 ) -> list[Passage]:
     """Run the dense model over some batches, spread over all `available` samples, and record its blocks' calls."""
     recorder, (device, dtype) = Recorder(model, sites, blocks, recipe, available), placement(model)
-    for _, _, batch in enumerate_batches(batches, recorder.wants):
-        given = batch if forward is not None else move(batch, device, dtype)
-        with without_cache(model):
-            recorder.record(batch, lambda given=given: run(model, given, forward))  # type: ignore[misc]
-        advance(recorder.passages[-1].samples)
-        if recorder.full:
-            break
+    with without_cache(model):
+        for _, _, batch in enumerate_batches(batches, recorder.wants):
+            given = batch if forward is not None else move(batch, device, dtype)
+            recorder.record(batch, partial(run, model, given, forward))
+            advance(recorder.passages[-1].samples)
+            if recorder.full:
+                break
     return recorder.passages
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,18 @@ from corp.calibration.batches import (
     run,
     without_cache,
 )
-from corp.calibration.holdout import EVERY, FIRST
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
 from corp.errors import DataError, ModelError, PlanError, warn
 from corp.io.observer import Advance
 from corp.numerics.affine import Folded
-from corp.numerics.place import Place, in_float64
-from corp.numerics.refit import Correction, choose_ridge, fit_gap, gap_left, gap_of
+from corp.numerics.place import Place
 from corp.recipe import Recipe
 from corp.sites import AttentionSite, LinearSite, Sites, at_site, projection_at
-from corp.surgery.linear import refill
 from corp.surgery.refit.blocks import examine
 from corp.surgery.refit.gaps import TokenSums
+from corp.surgery.refit.layer import added, correct_layer, read_share, split_rows, tokens_of
 from corp.surgery.refit.readout import tokens_read
 from corp.surgery.refit.replay import (
     Block,
@@ -55,7 +53,6 @@ from corp.surgery.refit.replay import (
 )
 
 EXAMINED = 2  # samples on which the blocks are found
-READ = 0.5  # the total weight of the tokens that the model's output is read from
 
 
 def why_not(
@@ -129,11 +126,11 @@ class Repair:
     def _fed_starts(self, first: Block, blocks: Sequence[Block], passages: Sequence[Passage]) -> list[Tensor]:
         """Record how the pruned model calls a chain that is fed by earlier ones; returns what the chain starts with."""
         names, starts = [block.name for block in blocks], []
-        for passage in passages:
-            with without_cache(self.smaller):
+        with without_cache(self.smaller):
+            for passage in passages:
                 found = record_calls(self.smaller, names, partial(feed, self.smaller, passage.batch, self.forward))
-            passage.fed = found.calls
-            starts.append(found.starts[first.name])
+                passage.fed = found.calls
+                starts.append(found.starts[first.name])
         return starts
 
     def correct_block(
@@ -180,8 +177,7 @@ class Repair:
         last = number == len(block.sites) - 1 and not block.junctions
         layer = projection_at(self.smaller, site.down)
         inputs = layer.weight.shape[1]
-        share = READ if block.read < block.tokens else 1.0
-        fit, held = (TokenSums(inputs, dense[0].shape[-1], share) for _ in range(2))
+        fit, held = (TokenSums(inputs, dense[0].shape[-1], read_share(block)) for _ in range(2))
         ends = []
         for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
             own = block.junctions[number : number + 1]
@@ -192,19 +188,19 @@ class Repair:
             ):
                 output = drive(self.smaller, block.name, passage.pruned_call(block.name), hidden)
             if own:
-                gap = _tokens(target[own[0]]) - _tokens(met[own[0]])
+                gap = tokens_of(target[own[0]]) - tokens_of(met[own[0]])
             else:
-                gap = _tokens(ahead) - _tokens(hidden)
+                gap = tokens_of(ahead) - tokens_of(hidden)
                 for one, scale in zip(block.sites[: number + 1], block.scales, strict=False):
-                    gap += scale.to(gap) * (_tokens(target[one.name]) - _tokens(seen[one.name].y))
+                    gap += scale.to(gap) * (tokens_of(target[one.name]) - tokens_of(seen[one.name].y))
             x = seen[site.name].x
             assert x is not None
             if last:
                 ends.append((output, x))
             x = x.reshape(-1, x.shape[-1])
             if layer.bias is None:
-                weight = 1 / _tokens(after).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-                x, gap = _tokens(x) * weight, gap * weight
+                weight = 1 / tokens_of(after).norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+                x, gap = tokens_of(x) * weight, gap * weight
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))
@@ -223,34 +219,6 @@ class Repair:
         return made.change
 
 
-class Corrected(NamedTuple):
-    """How a layer was corrected."""
-
-    change: Folded  # of what it adds to the stream, per input, rounded to the layer's dtype
-    record: dict[str, float]  # the gap after the layer, before and after the correction
-
-
-def correct_layer(
-    smaller: nn.Module, site: LinearSite, scale: Tensor, fit: TokenSums, held: TokenSums, place: Place | None = None
-) -> Corrected | None:
-    """Add the correction to the layer's weights. It is computed in stream units, so divide by the layer scale."""
-    layer = projection_at(smaller, site.down)
-    bias = layer.bias is not None
-    fix = correction(fit, held, bias, place or Place.on(layer.weight.device))
-    if fix is None:
-        return None
-    W, b = in_float64(*layer)
-    fix, scale = Correction(*(part.to(W) for part in fix)), scale.to(W)
-    back = torch.where(scale == 0, 1.0, scale)
-    made = Folded(W + fix.R / back[:, None], b + fix.c / back)
-    rounded = (part.to(layer.weight.dtype).to(W) for part in made)
-    dW, db = (new - old for new, old in zip(rounded, (W, b), strict=True))
-    refill(smaller, site.down, made, bias=bias)
-    there = (fit + held).moments(bias).at(Place.exactly(layer.weight.device))
-    record = {"gap": gap_of(there), "left": gap_left(there, fix)}
-    return Corrected(Folded(dW * scale[:, None], db * scale), record)
-
-
 def warn_of_few(sites: Sequence[str]) -> None:
     """Warn that these sites were refitted on too little data, if there are any."""
     if sites:
@@ -258,12 +226,6 @@ def warn_of_few(sites: Sequence[str]) -> None:
             f"{sites[0]} (of {len(sites)}) was fitted sequentially on fewer tokens than twice its inputs; use more "
             f"sequential_samples, and more calibration data"
         )
-
-
-def added(output: Tensor, x: Tensor, W: Tensor, b: Tensor) -> Tensor:
-    """output (..., C) + x (..., D) W^T + b, multiplied in float32 at least."""
-    y = _tokens(output)
-    return (y + _tokens(x) @ W.mT.to(y) + b.to(y)).view_as(output).to(output.dtype)
 
 
 def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, run_model: Run) -> None:
@@ -280,37 +242,3 @@ def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, r
             f"self-check: the refitted model does not reproduce its refit ({last.name}). The model is not "
             "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
-
-
-def correction(fit: TokenSums, held: TokenSums, intercept: bool, place: Place) -> Correction | None:
-    """What the layer adds to its output, chosen on the held-out samples; None if nothing helps there."""
-    both = fit + held
-    if not fit.n or not held.n or both.square == 0:
-        return None
-    seen, unseen, whole = (part.moments(intercept).at(place) for part in (fit, held, both))
-    ridge = choose_ridge(seen, unseen)
-    return None if ridge is None else fit_gap(whole, ridge)
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """The tokens (T, C), in float32 at least."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def split_rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Which tokens of the flattened stream are fitted and which held out, each as (read, other), without padding."""
-    samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
-    number = passage.first + torch.arange(samples, device=hidden.device)
-    held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)
-    masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
-    real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
-    if real.shape != held.shape:
-        raise PlanError(f"the mask has shape {tuple(real.shape)}, the hidden states {tuple(held.shape)}")
-    whole = block.read == block.tokens  # of texts, whose length differs from batch to batch
-    read = (torch.arange(tokens, device=hidden.device) < (tokens if whole else block.read)).expand(samples, tokens)
-
-    def rows(chosen: Tensor) -> Tensor:
-        return (chosen if block.batch_first else chosen.mT).reshape(-1)
-
-    return [(rows(part & read), rows(part & ~read)) for part in (real & ~held, real & held)]
