@@ -7,7 +7,9 @@ Shapes only: the models are built without memory and shrunk to the widths that c
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -47,9 +49,15 @@ def shapes_only_plan(model: torch.nn.Module, recipe: Recipe) -> Plan:
     return Plan(recipe, tuple(sites))
 
 
-def count(name: str, sparsity: float) -> int:
+@cache
+def dense(name: str) -> torch.nn.Module:
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model: torch.nn.Module = timm.create_model(name)
+    return model
+
+
+def count(name: str, sparsity: float) -> int:
+    model = copy.deepcopy(dense(name))
     shrink(model, corp.find_sites(model), shapes_only_plan(model, Recipe.paper(mlp=sparsity, attn=sparsity)))
     return count_params(model)
 

@@ -370,6 +370,7 @@ def assert_added_up(folder: Path, samples: int) -> None:
             torch.testing.assert_close(x.cross(), y.cross(), rtol=1e-9, atol=1e-9 * float(x.cross().abs().max()))
 
 
+@pytest.mark.slow
 def test_a_failing_worker_fails_all_and_leaves_no_statistics(tmp_path: Path) -> None:
     done = finished(torchrun(2, str(tmp_path / "stats"), "--fail-on", "1"))
     assert done.returncode != 0

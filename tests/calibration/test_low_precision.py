@@ -18,6 +18,7 @@ import corp
 from corp.cli.main import app
 from corp.data import digits
 from tests.helpers import hf_folders
+from tests.helpers.kinds import by_kind
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -51,7 +52,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", by_kind(HALF, ["bfloat16"]))
 def test_transformers_checkpoints_keep_their_dtype(name: str, texts: Path, tmp_path: Path) -> None:
     dtype = HALF[name]
     hf.OPTForCausalLM.from_pretrained(hf_folders.opt(tmp_path / "single")).to(dtype).save_pretrained(tmp_path / "half")
@@ -81,7 +82,7 @@ def test_asking_for_half_precision_saves_it(texts: Path, tmp_path: Path) -> None
     assert dtypes(tmp_path / "out") == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", by_kind(HALF, ["bfloat16"]))
 def test_timm_weights_keep_their_dtype(name: str, photos: Path, tmp_path: Path) -> None:
     dtype = HALF[name]
     seed_all(0)
@@ -94,7 +95,13 @@ def test_timm_weights_keep_their_dtype(name: str, photos: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("name", "same", "cost"), [("bfloat16", 0.85, 0.03), ("float16", 0.95, 0.01)])
-@pytest.mark.parametrize("recipe", [corp.Recipe.paper(mlp=0.5, attn=0.5), corp.Recipe(mlp=0.5, sequential=False)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        corp.Recipe.paper(mlp=0.5, attn=0.5),
+        pytest.param(corp.Recipe(mlp=0.5, sequential=False), marks=pytest.mark.slow),
+    ],
+)
 def test_how_far_the_plan_moves_in_half_precision(recipe: corp.Recipe, name: str, same: float, cost: float) -> None:
     """Of the built-in model's plan at 50 %: the share of what every site keeps, and its predicted error."""
     images = digits.load_split().calibration_images[:256].split(64)

@@ -83,13 +83,13 @@ def test_plan_is_a_dry_run_with_json(weights: Path, photos: Path, tmp_path: Path
 
 
 def test_inspect_names_what_cannot_be_pruned() -> None:
-    result = run("inspect", "xcit_nano_12_p8_224", "--json")
+    result = run("inspect", "xcit_nano_12_p16_224", "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert {entry["kind"] for entry in content["refused"]} == {"attn", "vo"}
     assert all(entry["reason"].startswith("tried out on the model") for entry in content["refused"])
     assert sum(content["coverage"].values()) == pytest.approx(1)
-    assert "in layers that cannot be pruned" in run("inspect", "xcit_nano_12_p8_224").output
+    assert "in layers that cannot be pruned" in run("inspect", "xcit_nano_12_p16_224").output
 
 
 def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:

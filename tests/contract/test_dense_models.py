@@ -57,7 +57,7 @@ def beit() -> nn.Module:
 UNKNOWN = pytest.mark.xfail(strict=True, raises=AssertionError, reason="not all of its MLPs and attentions are found")
 MODELS = [
     depth_anything,
-    dpt_on_dinov2,
+    pytest.param(dpt_on_dinov2, marks=pytest.mark.slow),
     upernet,
     pytest.param(dpt, marks=UNKNOWN),
     beit,

@@ -149,6 +149,16 @@ def test_compensation_and_exact_choice_help(family: str) -> None:
     assert cost["exact mlp"] <= cost["mlp"]
 
 
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")  # few samples, on purpose
+def test_the_ranking_of_mlp_channels_does_not_concern_the_default_choice_of_pairs(family: str) -> None:
+    model, data = build(family), data_for(family)
+    stats = calibrate(model, data)
+    plans = [corp.plan(model, stats, Recipe(mlp=0.5, attn=0.5, rank=rank)) for rank in ("exact", "combined")]
+    first, second = ([site for site in plan.sites if site.kind == "attn"] for plan in plans)
+    assert [(site.kept, site.costs) for site in first] == [(site.kept, site.costs) for site in second]
+    assert [site.kept for site in plans[0].sites] != [site.kept for site in plans[1].sites]
+
+
 def test_generation_is_the_same_with_a_cache_without_and_in_padded_batches(family: str) -> None:
     model = build(family)
     pruned = corp.prune(model, data_for(family), Recipe.paper(mlp=0.25, attn=0.5)).model.float()

@@ -60,6 +60,7 @@ def test_a_state_space_layer_is_no_attention() -> None:
     assert reasons["model.layers.0.mamba.in_proj"] == "Linear is part of no MLP or attention that was recognised"
 
 
+@pytest.mark.slow
 def test_a_mask_that_marks_no_padding_hides_no_token() -> None:
     images = [{"pixel_values": torch.randn(2, 3, 64, 64, generator=seeded(i))} for i in range(2)]
     check_model(mask2former(), images, show=None).require()

@@ -28,6 +28,7 @@ def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
+@pytest.mark.slow  # make test builds it too, by make docs
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     done = build(ROOT / "mkdocs.yml", tmp_path / "site")

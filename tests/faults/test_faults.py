@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and sign
 
 CASES = [
     ("SIGKILL", "calibrate"),
-    ("SIGKILL", "prune with statistics"),
+    pytest.param("SIGKILL", "prune with statistics", marks=pytest.mark.slow),
     ("SIGTERM", "calibrate images"),
     ("SIGINT", "merge"),
     ("file size limit", "report"),
-    ("file size limit", "calibrate"),
-    ("file size limit", "export pt2"),
+    pytest.param("file size limit", "calibrate", marks=pytest.mark.slow),
+    pytest.param("file size limit", "export pt2", marks=pytest.mark.slow),
     ("full disk", "prune with statistics"),
     ("read-only output", "merge"),
     ("input removed", "calibrate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,13 +10,18 @@ from torch import Tensor, nn
 
 import corp
 from corp.calibration.grams import CAUSAL_BLOCKS
-from corp.sites import Rows, ValueSite
+from corp.sites import Rows, Sites, ValueSite
 from tests.helpers.models import run
+
+
+@lru_cache(maxsize=2)  # the dense and the pruned model, over all their batches
+def sites_of(model: nn.Module) -> Sites:
+    return corp.find_sites(model)
 
 
 def hidden_output(model: nn.Module, name: str, batch: Any) -> Tensor:
     """What the second linear of an MLP computes, or the output projection of an attention."""
-    site, seen = corp.find_sites(model)[name], []
+    site, seen = sites_of(model)[name], []
     bare = isinstance(site, ValueSite) and site.v.weight != "weight"  # nn.MultiheadAttention calls no out_proj
     module = model.get_submodule(site.attention if bare else site.down)
     handle = module.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if bare else out))
@@ -29,7 +35,7 @@ def logit_errors(dense: nn.Module, pruned: nn.Module, name: str, data: list[Any]
 
     Of `centred` logits the mean along a row does not count: softmax ignores it.
     """
-    causal = bool(corp.find_sites(dense)[name].causal) or ("decoder.layers" in name and name.endswith("self_attn"))
+    causal = bool(sites_of(dense)[name].causal) or ("decoder.layers" in name and name.endswith("self_attn"))
     total: Tensor = torch.zeros((), dtype=torch.float64)
     for batch in data:
         logits = [torch.einsum("bnhd,bmhd->bhnm", *queries_and_keys(m, name, batch)) for m in (dense, pruned)]
@@ -45,7 +51,7 @@ def logit_errors(dense: nn.Module, pruned: nn.Module, name: str, data: list[Any]
 
 def queries_and_keys(model: nn.Module, name: str, batch: Any) -> list[Tensor]:
     """Q and K (B, n, H, d) of one attention, from the inputs of its projections."""
-    site, seen = corp.find_sites(model)[name], {}
+    site, seen = sites_of(model)[name], {}
     module = model.get_submodule(name)
     handles = []
     for rows in (site.q, site.k):

@@ -99,8 +99,9 @@ def test_all_heads_of_all_layers_choose_the_pairs_with_equal_weight() -> None:
     assert expected == [1, 2, 3]  # the strong layer alone would keep pair 0
 
 
-def test_the_exact_choice_loses_least_after_refitting() -> None:
-    found = pairs_of_all(SITES, WIDTHS, statistics(), Recipe(attn=0.25, rank="exact", rotary="shared"))
+@pytest.mark.parametrize("rank", ["exact", "combined"])  # of MLP channels, which does not concern pairs
+def test_the_exact_choice_loses_least_after_refitting(rank: str) -> None:
+    found = pairs_of_all(SITES, WIDTHS, statistics(), Recipe(attn=0.25, rank=rank, rotary="shared"))
     costs = [cost_without(NAMES, pair) for pair in range(PAIRS)]
     lost = costs.index(min(costs))
     expected = [pair for pair in range(PAIRS) if pair != lost]

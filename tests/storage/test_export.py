@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 BOTH = Recipe.paper(mlp=0.5, attn=0.5)
 ROTARY = [f"rotary-{name}" for name in rotary_models.FAMILIES]
 PROFILES = ("standard", "compat")
-EXPORTED = ["hf-opt", "hf-bert", "hf-clip", "hf-whisper", "hf-dinov2-swiglu", "rotary-llama", "rotary-gpt-neox"]
+EXPORTED = ["hf-bert", "hf-whisper", "hf-dinov2-swiglu", "rotary-llama"]
 
 
 def pruned(family: str, recipe: Recipe = BOTH, dtype: torch.dtype = torch.float64) -> tuple[Result, list[Any]]:

@@ -92,6 +92,7 @@ def test_the_onnx_graph_has_true_widths(tmp_path: Path) -> None:
     assert (24, 48) in weights
 
 
+@pytest.mark.slow
 def test_the_onnx_file_can_be_quantised(tmp_path: Path) -> None:
     model, batch = pruned("vit")
     write_format(model, tmp_path, "onnx", batch)
@@ -140,6 +141,7 @@ def test_towers_take_as_many_texts_as_they_like_for_each_image(tmp_path: Path) -
     torch.testing.assert_close(found, model(**fed)["logits_per_image"].detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_half_precision_stays_in_pt2_and_becomes_single_in_onnx(tmp_path: Path) -> None:
     model, batch = pruned("vit", dtype=torch.bfloat16)
     for target in TARGETS:
@@ -242,6 +244,7 @@ def test_what_cannot_be_exported_is_refused_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_a_runtime_the_file_is_written_and_said_to_be_unchecked(
     vit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

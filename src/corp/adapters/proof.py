@@ -128,20 +128,27 @@ def attempt(
             stack.enter_context(context)
         stack.enter_context(removing(handles))
         stack.enter_context(watching_kernel(model, watched))
-        stack.enter_context(_quiet_randomness())
+        stack.enter_context(_quiet_randomness(model))
         trial.output = list(tensors(run()))
     return trial
 
 
 @contextmanager
-def _quiet_randomness() -> Iterator[None]:
-    """Make every pass draw the same numbers, and restore the user's generator afterwards."""
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
+def _quiet_randomness(model: nn.Module) -> Iterator[None]:
+    """Make every pass draw the same numbers, and restore the user's generators afterwards.
+
+    The generators are seeded one by one: torch.manual_seed formats a stack trace for every kind of device.
+    """
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(0)
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:

@@ -192,7 +192,7 @@ def _heads(
     for g, kept in enumerate(planned.indices()):
         heads = range(g * shared, (g + 1) * shared)
         if sums.pairs is not None and there.pairs is not None:
-            both = [part.total().group(g, weighted=recipe.rank == "exact") for part in (sums.pairs, there.pairs)]
+            both = [part.total().group(g, weighted=recipe.weighs_pairs) for part in (sums.pairs, there.pairs)]
             pairs = kept[kept < dims // 2]
             for A_c, A_t in zip(*both, strict=True):
                 found.append(_pairs(A_c, A_t, pairs, planned.ridge, recipe))

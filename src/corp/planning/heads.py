@@ -74,7 +74,7 @@ def fold_attention(site: AttentionSite, site_plan: SitePlan, sums: HeadSums, rec
 
 def shared_pairs(sites: Sequence[AttentionSite], keep: int, stats: Statistics, recipe: Recipe) -> Tensor:
     """The rotary pairs that cost least if all heads of these sites keep the same; all heads have equal weight."""
-    weighted = recipe.rank == "exact"
+    weighted = recipe.weighs_pairs
     moments = torch.cat([_all_pairs(stats.pairs_of(site.name).total(), weighted) for site in sites])  # (R, d, d)
     energy = torch.tensor([rotary.logit_energy(A) for A in moments], dtype=moments.dtype, device=moments.device)
     alike = moments / energy.clamp(min=torch.finfo(moments.dtype).tiny)[:, None, None]

@@ -26,7 +26,7 @@ class Pairs(Part):
     ) -> None:
         self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
         self.whole = sums.total()
-        self.weighted = recipe.rank == "exact"
+        self.weighted = recipe.weighs_pairs
         self.choose, self.fits = cache(self._choose), cache(self._fits)  # both the maps and the cost need them
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:

@@ -208,6 +208,11 @@ class Recipe(Tabular):
         """Whether layers lose equal shares, which trials divide between MLPs and heads; not with the paper's ranks."""
         return self.allocate == UNIFORM and self.rank == "exact" and self.target_latency is None
 
+    @property
+    def weighs_pairs(self) -> bool:
+        """Whether rotary pairs are chosen and fitted by what attention notices, not by their energy as in the paper."""
+        return self.rank == "exact" or self.attn_basis == SUBSPACE
+
     def sparsity(self, kind: str, name: str) -> float:
         """The share to remove at the site `name` of this kind."""
         wanted: float = self.attn if kind == "vo" and self.equal_heads else getattr(self, kind)

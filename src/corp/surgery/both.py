@@ -25,7 +25,7 @@ class Both(NamedTuple):
     @property
     def weighted(self) -> bool:
         """Whether errors of rotary pairs are attention-weighted."""
-        return self.plan.recipe.rank == "exact"
+        return self.plan.recipe.weighs_pairs
 
     def rows(self, site: Site) -> dict[str, Rows] | None:
         """Where queries, keys and values of a narrowed attention are: in their dense order, one after the other.

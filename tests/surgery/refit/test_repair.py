@@ -38,6 +38,7 @@ ROTARY = ("llama", "llama-biased", "qwen2", "phi", "gpt-neox")  # the last two r
 OTHERS = ("vit", "deit3-layerscale", "no-biases", "swiglu-packed", "hf-opt", "hf-gpt2-cross", "hf-dinov2", "hf-clip",
           "torch-encoder-sequence-first", "open-clip-tower", "hf-bert", "hf-distilbert", "torch-encoder",
           "torchvision-vit", "hf-whisper")  # fmt: skip  # the last one's decoder takes the encoder's output
+REFITTED = ("vit", "swiglu-packed", "hf-gpt2-cross", "hf-whisper", "llama")
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
 
@@ -98,7 +99,7 @@ def driven(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[tuple[
     return streams
 
 
-@pytest.mark.parametrize("family", by_kind([*OTHERS, *ROTARY]))
+@pytest.mark.parametrize("family", by_kind([*OTHERS, *ROTARY], REFITTED))
 def test_the_streams_are_those_of_the_whole_models(
     family: str, driven: dict[tuple[int, str], list[tuple[Tensor, Tensor]]]
 ) -> None:
@@ -113,7 +114,7 @@ def test_the_streams_are_those_of_the_whole_models(
                     torch.testing.assert_close(stream, output)
 
 
-@pytest.mark.parametrize("family", by_kind([*OTHERS, *ROTARY]))
+@pytest.mark.parametrize("family", by_kind([*OTHERS, *ROTARY], REFITTED))
 def test_the_refit_leaves_no_larger_error(family: str) -> None:
     model, data = setup(family)
     before, modes, attached = fingerprint(model), [m.training for m in model.modules()], hooks(model)

@@ -30,6 +30,7 @@ TRANSFORMERS, TIMM = "transformers", "timm"
 # The programs that a recipe can be made for, and their targets.
 PROGRAMS = {TRANSFORMERS: "hf", TIMM: TIMM, VLLM: VLLM, GGUF: GGUF, ONNX: ONNX}
 Reasons: TypeAlias = dict[str, str | None]  # by target, why it is impossible; None if it is possible
+Checks: TypeAlias = dict[str, Callable[[], str | None]]  # by target, what finds the reason; some build the model
 
 
 class Exports:
@@ -53,10 +54,14 @@ class Exports:
         widths = {site.name: site.width for site in self.sites.mlp}
         widths |= {site.name: site.keep for site in plan.sites if site.kind == "mlp"}
         intercepts = {site.name for site in plan.sites if site.intercept}
-        return self._targets(widths, intercepts, plan.output is not None, self._normed(s.name for s in plan.sites))
+        normed = self._normed(site.name for site in plan.sites)
+        return _found(self._checks(widths, intercepts, plan.output is not None, normed))
 
     def under(self, recipe: Recipe) -> Reasons:
         """The export targets of the models that the recipe may lead to, before there is a plan."""
+        return _found(self._checks_under(recipe))
+
+    def _checks_under(self, recipe: Recipe) -> Checks:
         narrower = self._narrower(recipe)
         widths = {site.name: narrower.get(site.name, site.width) for site in self.sites.mlp}
         if recipe.has_target and recipe.allocate != UNIFORM:  # all may differ; two different ones are enough here
@@ -68,7 +73,7 @@ class Exports:
             and not isinstance(site, AttentionSite)
             and uses_intercept(recipe, projection_at(self.model, site.down).bias is not None)
         }
-        return self._targets(widths, intercepts, self._may_factor(recipe), self._normed(narrower))
+        return self._checks(widths, intercepts, self._may_factor(recipe), self._normed(narrower))
 
     def recipe_for(self, program: str, recipe: Recipe) -> Recipe:
         """The recipe with options that `program` ("transformers", "timm", "vllm", "gguf" or "onnx") supports.
@@ -88,7 +93,8 @@ class Exports:
             elif recipe.has_target:
                 changes["overrides"] = {"*": {"attn": 0.0, "vo": 0.0}, **recipe.overrides}
             recipe = replace(recipe, **changes)
-        reason = self.under(recipe).get(PROGRAMS[program], f"it cannot hold a {type(self.model).__name__}")
+        check = self._checks_under(recipe).get(PROGRAMS[program])
+        reason = f"it cannot hold a {type(self.model).__name__}" if check is None else check()
         if reason:
             raise StorageError(f"{program}: {reason}")
         return recipe
@@ -140,21 +146,21 @@ class Exports:
         normed = {site.name for site in self.sites.attention if site.norm is not None}
         return not normed.isdisjoint(names)
 
-    def _targets(self, widths: Mapping[str, int], intercepts: set[str], factored: bool, normed: bool) -> Reasons:
-        """The reasons by target, from widths of MLPs, sites whose compensation needs a bias, output head, QK-norm."""
+    def _checks(self, widths: Mapping[str, int], intercepts: set[str], factored: bool, normed: bool) -> Checks:
+        """The checks by target, from widths of MLPs, sites whose compensation needs a bias, output head, QK-norm."""
         library = self.library
         if library is None or self.identity is None:
             reason = "no library that corp writes for can rebuild this model from its name or config"
-            return dict.fromkeys((COMPAT, ONNX, PT2, VLLM, GGUF), reason)
+            return dict.fromkeys((COMPAT, ONNX, PT2, VLLM, GGUF), lambda: reason)
         biases, no_llama = self._new_biases(intercepts), why_not(self.model)
         other = beyond("it", factored=factored, normed=normed)
         return {
-            LIBRARY_TARGETS[library.name]: other or _reason(lambda: self._standard(widths, biases)),
-            COMPAT: other or _reason(lambda: refuse_biases(biases, library, COMPAT)),
-            ONNX: _missing("onnx", ONNX) or _missing("onnxscript", ONNX),
-            PT2: None,
-            VLLM: no_llama or other,
-            GGUF: no_llama or other or _missing("gguf", GGUF),
+            LIBRARY_TARGETS[library.name]: lambda: other or _reason(lambda: self._standard(widths, biases)),
+            COMPAT: lambda: other or _reason(lambda: refuse_biases(biases, library, COMPAT)),
+            ONNX: lambda: _missing("onnx", ONNX) or _missing("onnxscript", ONNX),
+            PT2: lambda: None,
+            VLLM: lambda: no_llama or other,
+            GGUF: lambda: no_llama or other or _missing("gguf", GGUF),
         }
 
     def _new_biases(self, intercepts: set[str]) -> set[str]:
@@ -167,9 +173,15 @@ class Exports:
         assert self.identity is not None
         assert self.rebuild is not None
         resized = self.library.resize(self.identity, dict(widths), bool(biases))
+        if not biases:
+            return
         with torch.device("meta"):
             target = self.rebuild(resized)
         refuse_biases(biases - set(target.state_dict()), self.library, "standard")
+
+
+def _found(checks: Checks) -> Reasons:
+    return {target: check() for target, check in checks.items()}
 
 
 def _identified(model: nn.Module) -> tuple[Adapter | None, dict[str, Any] | None]:
