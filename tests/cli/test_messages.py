@@ -242,6 +242,12 @@ def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> No
         require_output(tmp_path / "file" / "out", overwrite=False)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_place_that_takes_no_files_is_not_called_a_full_disk() -> None:
+    with pytest.raises(DataError, match="/proc/out cannot be written: .* name another place with -o"):
+        require_output(Path("/proc/out"), overwrite=False)
+
+
 def test_a_value_after_an_option_keeps_its_own_spelling() -> None:
     assert in_flags("prune with --round-to mlp=64") == "prune with --round-to mlp=64"
     assert in_flags("prune with mlp=0.5 (target_macs=0.6)") == "prune with --mlp 0.5 (--target-macs 0.6)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -56,7 +57,12 @@ def require_output(out: Path, *, overwrite: bool) -> None:
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise DataError(f"{out} cannot be written: {there} is a file, not a folder; name another place with -o")
-    if (free := shutil.disk_usage(there).free) < 1 << 20:
+    if not os.access(there, os.W_OK):
+        raise DataError(f"{out} cannot be written: permission denied in {there}; name another place with -o")
+    space = shutil.disk_usage(there)
+    if not space.total:  # /proc and similar
+        raise DataError(f"{out} cannot be written: {there} holds no files; name another place with -o")
+    if (free := space.free) < 1 << 20:
         raise DataError(
             f"the disk of {out} is full ({free} bytes are free): free some space, or write elsewhere with -o"
         )
