@@ -244,7 +244,7 @@ def test_an_output_below_a_file_is_refused_before_the_work(tmp_path: Path) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_a_place_that_takes_no_files_is_not_called_a_full_disk() -> None:
-    with pytest.raises(DataError, match="/proc/out cannot be written: .* name another place with -o"):
+    with pytest.raises(DataError, match=r"/proc/out cannot be written: .* name another place with -o"):
         require_output(Path("/proc/out"), overwrite=False)
 
 
