@@ -47,7 +47,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     head = ("SmolLM2-135M-Instruct, calibrated on", "parameters", "WikiText-2", "C4")
     return (
         f"{markdown_table(head, rows)}\n\nPerplexity on 24 x 512 tokens each. The given texts are the first {GIVEN} "
-        "sequences of 512 tokens of C4, as in smollm2.md, where the rows without own texts come from. Own texts have "
+        "sequences of 512 tokens of C4, as in smollm2.md, where the rows without own texts come from "
+        "(the default's at that time). Own texts have "
         "512 tokens, drawn at temperature 1 behind eight tokens of a given one (`corp.data.written`, `--own-texts`).\n"
     )
 

@@ -73,7 +73,15 @@ def test_refused_queries_keep_their_rows_in_the_layer_of_values() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "weighted"), [("exact", True), ("combined", False)])
-def test_the_exact_ranking_weights_errors_by_attention(rank: str, weighted: bool) -> None:
-    made = Both(nn.Module(), nn.Module(), Sites([]), Statistics(), Plan(Recipe(rank=rank), ()))
+@pytest.mark.parametrize(
+    ("recipe", "weighted"),
+    [
+        (Recipe(), True),
+        (Recipe(rank="combined"), True),  # which ranks MLP channels
+        (Recipe.paper(), False),
+        (Recipe.paper(rank="exact"), True),
+    ],
+)
+def test_all_but_the_paper_weight_errors_by_attention(recipe: Recipe, weighted: bool) -> None:
+    made = Both(nn.Module(), nn.Module(), Sites([]), Statistics(), Plan(recipe, ()))
     assert made.weighted is weighted
