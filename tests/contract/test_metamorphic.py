@@ -17,17 +17,18 @@ import corp
 from corp import Recipe, Statistics
 from corp.calibration.settings import Settings
 from corp.planning.plan import Plan
-from tests.helpers import hf_models, rotary_models
+from tests.helpers import hf_models, kinds, rotary_models
 from tests.helpers.models import FAMILIES, batches, build, call, run
 from tests.helpers.seeds import SEED, seeded
 from tests.helpers.transforms import changed, permutation, rotation, scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*a stable fit needs:corp.errors.CorpWarning")
 COSTS = ("J", "J_star", "J_uncomp", "energy")
-FEW = ["vit", "swiglu-packed", "hf-opt", "hf-gpt2-cross", "hf-whisper", "torch-decoder"]
-SOME = list(FAMILIES) if SEED else FEW
-ROTARY = list(rotary_models.FAMILIES) if SEED else ["llama", "gpt-neox"]
-TEXT = [name for name in SOME if FAMILIES[name].batch in (hf_models.text, hf_models.crossed)]
+NAMES = list(FAMILIES) if SEED else [name for name in kinds.KINDS if name in FAMILIES and name != "scale-attn-norm"]
+FEW = ["vit", "swiglu-packed", "hf-opt", "hf-gpt2-cross", "hf-whisper", "torch-decoder", "llama", "gpt-neox"]
+SOME = NAMES if SEED else kinds.by_kind(NAMES, FEW)
+ROTARY = list(rotary_models.FAMILIES) if SEED else kinds.by_kind(kinds.ROTARY, FEW)
+TEXT = [name for name in NAMES if FAMILIES[name].batch in (hf_models.text, hf_models.crossed)]
 POSITIVE = ["swiglu-packed", "hf-opt", "torch-encoder", "llama"]  # gated MLPs, and ReLU between two linears
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,9 +57,9 @@ def site(name: str, groups: int = 1, plain: int = 0) -> AttentionSite:
     return AttentionSite(name, *rows, HEADS, None, kv_heads=groups, rotary=Rotary(2 * PAIRS))
 
 
-def statistics() -> Statistics:
+def statistics(layers: Mapping[str, Layer] = LAYERS) -> Statistics:
     sums = {}
-    for name, (q, k) in LAYERS.items():
+    for name, (q, k) in layers.items():
         made = PairSums(HEADS, k.shape[1], 2 * PAIRS)
         made.update(q, k, scale=SCALE)
         sums[name] = SiteSums(made, made.empty())
@@ -99,9 +100,24 @@ def test_all_heads_of_all_layers_choose_the_pairs_with_equal_weight() -> None:
     assert expected == [1, 2, 3]  # the strong layer alone would keep pair 0
 
 
-@pytest.mark.parametrize("rank", ["exact", "combined"])  # of MLP channels, which does not concern pairs
-def test_the_exact_choice_loses_least_after_refitting(rank: str) -> None:
-    found = pairs_of_all(SITES, WIDTHS, statistics(), Recipe(attn=0.25, rank=rank, rotary="shared"))
+@pytest.mark.parametrize(
+    ("recipe", "lost"),
+    [
+        (Recipe(), 0),
+        (Recipe(rank="combined"), 0),  # which ranks MLP channels
+        (Recipe.paper(), 3),
+    ],
+)
+def test_only_the_paper_shares_a_strong_pair_that_attention_does_not_notice(recipe: Recipe, lost: int) -> None:
+    """All keys have the same pair 0, so it adds a constant to every row of logits, which softmax ignores."""
+    q, k = layer(1, 2, [5.0, 1.0, 1.0, 0.5], 1.0)
+    k[..., [0, PAIRS]] = 1.0
+    found = pairs_of_all(SITES[:1], WIDTHS, statistics({"a": Layer(q, k)}), replace(recipe, attn=0.25, rotary="shared"))
+    assert found["a"].tolist() == [pair for pair in range(PAIRS) if pair != lost]
+
+
+def test_the_exact_choice_loses_least_after_refitting() -> None:
+    found = pairs_of_all(SITES, WIDTHS, statistics(), Recipe(attn=0.25, rank="exact", rotary="shared"))
     costs = [cost_without(NAMES, pair) for pair in range(PAIRS)]
     lost = costs.index(min(costs))
     expected = [pair for pair in range(PAIRS) if pair != lost]

@@ -135,20 +135,12 @@ def attempt(
 
 @contextmanager
 def _quiet_randomness(model: nn.Module) -> Iterator[None]:
-    """Make every pass draw the same numbers, and restore the user's generators afterwards.
-
-    The generators are seeded one by one: torch.manual_seed formats a stack trace for every kind of device.
-    """
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    generators = [torch.default_generator, *(torch.cuda.default_generators[device.index] for device in devices)]
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(0)
-    try:
+    """Make every pass draw the same numbers, and restore the user's generators afterwards."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        # torch.manual_seed formats a stack trace for every kind of device, in use or not.
+        (torch.manual_seed if devices else torch.default_generator.manual_seed)(0)
         yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def _inject(name: str, trial: Trial, changes: list[tuple[Rows, Change]]) -> Any:
