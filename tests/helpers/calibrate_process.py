@@ -17,7 +17,7 @@ import corp
 from corp import CorpError
 from corp.calibration import workers
 from corp.calibration.settings import Settings
-from tests.helpers.models import build, images
+from tests.helpers.plain import build, sequences
 
 torch.set_num_threads(1)
 
@@ -27,7 +27,7 @@ class Data:
 
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         batches = args.batches
-        self.parts, self.pause = images(batches, 10, precision(args)), args.pause
+        self.parts, self.pause = sequences(batches, 10, precision(args)), args.pause
         self.fail, self.killed, self.wait_for = rank == args.fail_on, rank == args.kill_on, args.wait_for
         self.samples = 10 * batches
 
@@ -61,7 +61,7 @@ def main(options: list[str]) -> None:
     args = parsed(options)
     with workers.launched() as group:
         often = Settings(checkpoint_seconds=0)
-        corp.calibrate(build("vit", precision(args)), Data(args, group.rank), out=args.out, settings=often)
+        corp.calibrate(build(precision(args)), Data(args, group.rank), out=args.out, settings=often)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""Planning, folding and pruning in several processes: torchrun … -m tests.helpers.prune_process FOLDER"""
+"""Planning, folding and pruning in pairs of processes: python -m tests.helpers.prune_process FOLDER:VICTIM …
+
+The pairs are forked from one process that has imported everything, which takes longer than what each of them does.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,7 +20,8 @@ from corp import Recipe
 from corp.calibration import workers
 from corp.calibration.site_sums import SiteSums
 from corp.errors import CorpError
-from tests.helpers.models import build, images
+from tests.helpers.plain import build, sequences
+from tests.helpers.ports import free_port
 
 torch.set_num_threads(1)
 RECIPE = Recipe(target_macs=0.7, sequential=False)
@@ -31,11 +36,11 @@ def main(folder: Path, victim: int = -1) -> None:
     with workers.launched() as group:
         if group.rank == victim:
             workers.Workers.map = killed_while_planning  # type: ignore[method-assign, assignment]
-        model, stats = build("vit"), corp.Statistics.load(folder / "statistics")
+        model, stats = build(), corp.Statistics.load(folder / "statistics")
         planned = corp.plan(model, stats, RECIPE)
         bare = replace(planned, sites=tuple(replace(site, fold=None) for site in planned.sites))
         made = {"planned": corp.apply(model, stats, planned), "folded": corp.apply(model, stats, bare)}
-        made["pruned"] = corp.prune(model, images(8, 10), RECIPE)
+        made["pruned"] = corp.prune(model, sequences(8, 10), RECIPE)
         weights = {name: result.model.state_dict() for name, result in made.items()}
         torch.save(weights, folder / f"{group.world}-{group.rank}.pt")
         name = next(site.name for site in corp.find_sites(model).mlp)
@@ -46,8 +51,32 @@ def main(folder: Path, victim: int = -1) -> None:
             (folder / f"{group.world}-{group.rank}.txt").write_text(str(error))
 
 
-if __name__ == "__main__":
+def worker(folder: Path, victim: int, rank: int, port: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(rank))
     try:
-        main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+        main(folder, victim)
     except CorpError as error:
-        sys.exit(f"error: {error}")
+        (folder.parent / f"{folder.name}-{rank}.error").write_text(str(error))
+        sys.exit(1)
+
+
+def pair(folder: Path, victim: int) -> list[int | None]:
+    """Exit codes of two processes, of which one may be killed. torchrun would end the survivor itself."""
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    workers = [fork.Process(target=worker, args=(folder, victim, rank, port)) for rank in range(2)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join(120)
+    codes = [one.exitcode for one in workers]
+    for one in workers:
+        one.kill()
+    return codes
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # what counting operations imports
+
+    for order in sys.argv[1:]:
+        folder, _, victim = order.rpartition(":")
+        print(*pair(Path(folder), int(victim)))

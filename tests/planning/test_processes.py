@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,35 +13,15 @@ import torch
 
 import corp
 from corp.calibration.workers import dealt
-from tests.helpers import prune_process
-from tests.helpers.models import build, images
-from tests.helpers.ports import free_port
-
-COMMAND = [sys.executable, "-m", "tests.helpers.prune_process"]
+from tests.helpers import plain, prune_process
 
 
-def torchrun(folder: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *COMMAND[1:], str(folder)], capture_output=True, text=True, timeout=300, check=False
-    )
+def pairs(*orders: str) -> list[list[int]]:
+    """Exit codes of pairs of processes."""
+    command = [sys.executable, "-m", "tests.helpers.prune_process", *orders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def pair_with_a_victim(folder: Path) -> list[tuple[int, str]]:
-    """Exit code and errors of two processes, of which the second is killed. torchrun would end the survivor itself."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
-    pair = [
-        subprocess.Popen(
-            [*COMMAND, str(folder), "1"], stderr=subprocess.PIPE, text=True, env={**os.environ, **address, "RANK": rank}
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        return [(process.wait(120), process.communicate()[1]) for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
+    return [[int(code) for code in line.split()] for line in done.stdout.splitlines()]
 
 
 def weights(folder: Path, count: int) -> list[Any]:
@@ -55,16 +34,16 @@ def test_two_processes_give_the_bits_of_one_also_after_a_run_of_which_one_was_ki
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the other processes have no fixtures either
-    corp.calibrate(build("vit"), images(8, 10)).save(tmp_path / "statistics")
-    (survivor, said), (victim, _) = pair_with_a_victim(tmp_path)
-    assert victim == -signal.SIGKILL
-    assert survivor == 1
-    assert "error: another worker ended or cannot be reached" in said
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        corp.calibrate(plain.build(), plain.sequences(8, 10)).save(folder / "statistics")
+    assert pairs(f"{killed}:1", f"{whole}:-1") == [[1, -signal.SIGKILL], [0, 0]]
+    said = (tmp_path / "killed-0.error").read_text()
+    assert "another worker ended or cannot be reached" in said
     assert "run the same command again" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["statistics"]
-    prune_process.main(tmp_path)
-    torchrun(tmp_path)
-    (alone,), pair = weights(tmp_path, 1), weights(tmp_path, 2)
+    assert [path.name for path in killed.iterdir()] == ["statistics"]
+    prune_process.main(whole)
+    (alone,), pair = weights(whole, 1), weights(whole, 2)
     for together in pair:
         for how in ("planned", "folded"):  # from the same statistics
             assert alone[how].keys() == together[how].keys()
@@ -74,7 +53,7 @@ def test_two_processes_give_the_bits_of_one_also_after_a_run_of_which_one_was_ki
             torch.testing.assert_close(together["pruned"][name], weight, rtol=1e-5, atol=1e-6)
     for name, weight in pair[0]["pruned"].items():
         assert torch.equal(weight, pair[1]["pruned"][name]), name
-    said = [(tmp_path / f"2-{rank}.txt").read_text() for rank in range(2)]
+    said = [(whole / f"2-{rank}.txt").read_text() for rank in range(2)]
     assert said[0] == said[1]
     assert "no tokens were seen" in said[0]
 
