@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,15 @@ def is_vague(parts: Parts) -> bool:
     return len(parts.makers) == 1 and _PACKED.match(parts.makers[0][0]) is not None
 
 
-def attentions(model: nn.Module, taken: set[str]) -> Iterator[Parts]:
-    """Modules that compute queries, keys and values, each once, from layers that belong to no other site."""
-    for name, module in model.named_modules():
-        parts = _parts(model, name, module)
-        if parts is not None and not taken & {parts.full(path) for path, _ in parts.makers}:
-            yield parts
+def attentions(model: nn.Module) -> dict[str, Parts]:
+    """Modules that compute queries, keys and values, by name."""
+    found = {name: _parts(model, name, module) for name, module in model.named_modules()}
+    return {name: parts for name, parts in found.items() if parts is not None}
+
+
+def untaken(found: Iterable[Parts], taken: set[str]) -> Iterator[Parts]:
+    """Those whose layers belong to no other site."""
+    return (parts for parts in found if not taken & {parts.full(path) for path, _ in parts.makers})
 
 
 def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
@@ -81,12 +84,12 @@ def _parts(model: nn.Module, name: str, module: nn.Module) -> Parts | None:
 
 def _listed(module: nn.Module) -> list[str]:
     """Four linear layers of one shape in a list, in the order of queries, keys, values and output."""
-    if number_of(module, (*HEADS, *SIZES), own=True) is None:
-        return []
     for name, child in module.named_children():
         layers: list[Any] = list(child) if isinstance(child, nn.ModuleList) else []
         if len(layers) == 4 and all(map(is_linear, layers)) and len({layer.weight.shape for layer in layers}) == 1:
-            return [f"{name}.{i}" for i in range(4)]
+            # Last, because few modules have such a list, and asking for sixteen names takes longest.
+            known = number_of(module, (*HEADS, *SIZES), own=True) is not None
+            return [f"{name}.{i}" for i in range(4)] if known else []
     return []
 
 
@@ -98,10 +101,10 @@ def wrapped(model: nn.Module, makers: Iterable[tuple[str, list[str]]]) -> Iterat
         yield Refusal(f"{name}.out" if name else "out", "vo", f"{paths[0]} {problem}")
 
 
-def wrapped_makers(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Attentions by name, with those of their makers of queries, keys and values that are no linear layers."""
+def wrapped_makers(model: nn.Module, found: Container[str]) -> Iterator[tuple[str, list[str]]]:
+    """Attentions not in `found`, with those of their makers of queries, keys and values that are no linear layers."""
     for name, module in model.named_modules():
-        if _parts(model, name, module) is not None:
+        if name in found:
             continue
         makers = {path: child for path, child in module.named_children() if path != "attn" and letters_of(path)}
         odd = [path for path, child in makers.items() if not is_linear(child) and _has_matrix(child)]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.alone import Found, try_alone, without
-from corp.adapters.attention_names import attentions, is_vague, wrapped, wrapped_makers
+from corp.adapters.attention_names import Parts, attentions, is_vague, untaken, wrapped, wrapped_makers
 from corp.adapters.examples import examples
 from corp.adapters.head_layouts import head_rows
 from corp.adapters.mlps import experts, mlps
@@ -39,9 +39,10 @@ def search(
             refused.append(one)
         else:
             fixed.append(one)
-    claims = list(_claims(model, fixed, theirs))
+    by_name = attentions(model)
+    claims = list(_claims(model, by_name.values(), fixed, theirs))
     refused += [refusal for claim in claims for refusal in claim.refused]
-    odd_makers = list(wrapped_makers(model))
+    odd_makers = list(wrapped_makers(model, by_name))
     refused += [*latent_attentions(model), *_unspoken(wrapped(model, odd_makers), refused)]
     homes = [*(claim.parts.name for claim in claims), *(module_of(site) for site in fixed if site.kind != "mlp")]
     taken = {name for site in (*fixed, *first_ways(claims)) for name in layers_of(site)}
@@ -81,9 +82,9 @@ def _multiheads(
     ]
 
 
-def _claims(model: nn.Module, fixed: Sequence[Site], theirs: Sequence[str]) -> Iterator[Claim]:
+def _claims(model: nn.Module, found: Iterable[Parts], fixed: Sequence[Site], theirs: Sequence[str]) -> Iterator[Claim]:
     taken = {name for site in fixed for name in layers_of(site)} | set(_under(model, theirs))
-    for parts in attentions(model, taken):
+    for parts in untaken(found, taken):
         if is_vague(parts) and not head_rows(model, parts):
             continue  # a state-space layer, not an attention
         yield claim_attention(model, parts, lambda site: noted(model, site))

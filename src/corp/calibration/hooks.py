@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 
 def uncompiled() -> AbstractContextManager[None]:
     """Run compiled models uncompiled: compiling them with corp's hooks would take minutes, for a single pass."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing was compiled, and setting the stance would import the compiler: two seconds
 
     def change() -> Callable[[], None]:
         stance = ExitStack()
