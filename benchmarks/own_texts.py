@@ -36,6 +36,8 @@ RECIPES = {
     "paper": Recipe.paper(mlp=MLP),
     "default, the paper's ranking": Recipe(target_params=SHARE, rank="combined"),
     "default": Recipe(target_params=SHARE),
+    "for gguf": Recipe(target_params=SHARE, **smollm2.HEADS),
+    "for transformers": Recipe(target_params=SHARE, allocate="uniform", **smollm2.HEADS),
 }
 
 

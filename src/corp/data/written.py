@@ -20,7 +20,7 @@ from corp.errors import DataError, ModelError
 from corp.io.observer import Advance
 
 PROMPT = 8  # tokens of a given text that the model continues
-TOGETHER = 32  # texts written at a time
+TOGETHER = 65_536  # tokens written at a time, whose keys and values are all in memory
 
 
 def with_own_texts(
@@ -63,7 +63,7 @@ def own_texts(
     parts = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), evaluating(model):
         torch.manual_seed(seed)
-        for some in prompts.split(TOGETHER):
+        for some in prompts.split(max(1, TOGETHER // length)):
             parts.append(_continued(model, some.to(device), length).cpu())
             advance(len(some))
     return torch.cat(parts)
