@@ -17,10 +17,12 @@ from corp.measure.estimate import Estimate, Stage
 from corp.steps.allocation.search import most_trials
 from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS
 from corp.steps.allocation.trials import climb
+from tests.helpers import few_digits
 from tests.helpers.models import images, vit
 
 
-def test_the_example_of_prune_runs() -> None:
+def test_the_example_of_prune_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_digits.use(monkeypatch)
     found = doctest.DocTestFinder().find(corp.api.prune, "prune", globs={})
     assert sum(len(test.examples) for test in found) >= 4
     for test in found:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,19 @@ from typer.testing import CliRunner
 import corp
 from corp.cli.main import app
 from corp.data import digits
-from tests.helpers import hf_folders
+from tests.helpers import hf_folders, small_timm
 from tests.helpers.kinds import by_kind
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+RECIPES = {"paper": corp.Recipe.paper(mlp=0.5, attn=0.5), "default": corp.Recipe(mlp=0.5, sequential=False)}
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
 
 
 def prune(model: object, data: Path, out: Path, *options: object) -> Any:
@@ -86,29 +95,30 @@ def test_asking_for_half_precision_saves_it(texts: Path, tmp_path: Path) -> None
 def test_timm_weights_keep_their_dtype(name: str, photos: Path, tmp_path: Path) -> None:
     dtype = HALF[name]
     seed_all(0)
-    save_file(timm.create_model("test_vit").to(dtype).state_dict(), tmp_path / "half.safetensors")
+    save_file(timm.create_model(small_timm.NAME).to(dtype).state_dict(), tmp_path / "half.safetensors")
     options = ("--weights", tmp_path / "half.safetensors", "--batch-size", 2)
     for folder, more in (("in-half", ()), ("in-single", ("--dtype", "float32"))):
-        prune("test_vit", photos, tmp_path / folder, *options, *more, "--eval-data", photos)
+        prune(small_timm.NAME, photos, tmp_path / folder, *options, *more, "--eval-data", photos)
         assert dtypes(tmp_path / folder) == {dtype}
-        assert corp.load(tmp_path / folder)(torch.zeros(1, 3, 160, 160, dtype=dtype)).dtype == dtype
+        assert (
+            corp.load(tmp_path / folder)(torch.zeros(1, 3, small_timm.SIDE, small_timm.SIDE, dtype=dtype)).dtype
+            == dtype
+        )
+
+
+@cache
+def plan_in(dtype: torch.dtype, recipe: str) -> corp.Plan:
+    """Of the built-in model; both half precisions are compared with the same."""
+    model = digits.load_model().to(dtype)
+    images = digits.load_split().calibration_images[:256].to(dtype).split(64)
+    return corp.plan(model, corp.calibrate(model, images), RECIPES[recipe])
 
 
 @pytest.mark.parametrize(("name", "same", "cost"), [("bfloat16", 0.85, 0.03), ("float16", 0.95, 0.01)])
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        corp.Recipe.paper(mlp=0.5, attn=0.5),
-        pytest.param(corp.Recipe(mlp=0.5, sequential=False), marks=pytest.mark.slow),
-    ],
-)
-def test_how_far_the_plan_moves_in_half_precision(recipe: corp.Recipe, name: str, same: float, cost: float) -> None:
+@pytest.mark.parametrize("recipe", by_kind(RECIPES, ["paper"]))
+def test_how_far_the_plan_moves_in_half_precision(recipe: str, name: str, same: float, cost: float) -> None:
     """Of the built-in model's plan at 50 %: the share of what every site keeps, and its predicted error."""
-    images = digits.load_split().calibration_images[:256].split(64)
-    plans = []
-    for dtype in (torch.float32, HALF[name]):
-        model = digits.load_model().to(dtype)
-        plans.append(corp.plan(model, corp.calibrate(model, [batch.to(dtype) for batch in images]), recipe))
+    plans = [plan_in(dtype, recipe) for dtype in (torch.float32, HALF[name])]
     for single, half in zip(*(plan.sites for plan in plans), strict=True):
         kept = [{(g, i) for g, group in enumerate(site.kept) for i in group} for site in (single, half)]
         assert len(kept[0] & kept[1]) >= same * len(kept[0]), single.name

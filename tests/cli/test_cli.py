@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,18 @@ from safetensors.torch import load_file, save_file
 import corp
 from corp.adapters import registry
 from corp.cli.sweep import parse_range
+from tests.helpers import small_timm
 from tests.helpers.command import content, failure, run
 from tests.helpers.seeds import seed_all, seeded
 
-MODEL = "test_vit"  # six blocks of 64 channels
+MODEL = small_timm.NAME  # blocks of 64 channels
+XCIT = "xcit_nano_12_p16_224"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,7 @@ def test_prune_writes_a_folder_that_loads(weights: Path, photos: Path, tmp_path:
     assert result.exit_code == 0, result.output
     assert "blocks.0.mlp" in result.output
     assert "before and after" in result.output
-    assert corp.load(out)(torch.zeros(1, 3, 160, 160)).shape == (1, 1000)
+    assert corp.load(out)(torch.zeros(1, 3, small_timm.SIDE, small_timm.SIDE)).shape == (1, 1000)
 
     shown = run("inspect", out, "--json")
     assert shown.exit_code == 0, shown.output
@@ -82,14 +91,16 @@ def test_plan_is_a_dry_run_with_json(weights: Path, photos: Path, tmp_path: Path
     assert json.loads(file.read_text()) == plan
 
 
-def test_inspect_names_what_cannot_be_pruned() -> None:
-    result = run("inspect", "xcit_nano_12_p16_224", "--json")
+def test_inspect_names_what_cannot_be_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = timm.models._registry._model_entrypoints
+    monkeypatch.setitem(made, XCIT, functools.partial(made[XCIT], depth=2))  # of twelve
+    result = run("inspect", XCIT, "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     assert {entry["kind"] for entry in content["refused"]} == {"attn", "vo"}
     assert all(entry["reason"].startswith("tried out on the model") for entry in content["refused"])
     assert sum(content["coverage"].values()) == pytest.approx(1)
-    assert "in layers that cannot be pruned" in run("inspect", "xcit_nano_12_p16_224").output
+    assert "in layers that cannot be pruned" in run("inspect", XCIT).output
 
 
 def test_one_calibration_serves_prune_plan_and_sweep(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -256,14 +267,26 @@ def _opened_by_reader(pipe: Path, seconds: float = 120.0) -> int:
 @pytest.mark.parametrize(
     ("kill", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_interrupted_runs_leave_nothing(kill: int, code: int, weights: Path, photos: Path, tmp_path: Path) -> None:
+def test_interrupted_runs_leave_nothing(kill: int, code: int, photos: Path, tmp_path: Path) -> None:
     many = tmp_path / "many"
     many.mkdir()
     for i in range(40):
         (many / f"{i:03}.png").symlink_to(photos / f"{i % 4}.png")
     os.mkfifo(many / "020.pipe.png")  # an image that never comes: whoever waits for it is in the midst of calibrating
-    command = [sys.executable, "-m", "corp", "prune", MODEL, "--weights", str(weights), "--calib", str(many)]
-    command += ["-o", str(tmp_path / "out"), "--mlp", "0.5", "--batch-size", "2", "--device", "cpu"]
+    save_file(small_timm.whole().state_dict(), tmp_path / "weights.safetensors")
+    command = [sys.executable, "-m", "corp", "prune", MODEL, "--weights", str(tmp_path / "weights.safetensors")]
+    command += [
+        "--calib",
+        str(many),
+        "-o",
+        str(tmp_path / "out"),
+        "--mlp",
+        "0.5",
+        "--batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ]
     # A suite that runs in the background may have been told to ignore SIGINT; a user's shell has not.
     heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
@@ -274,12 +297,12 @@ def test_interrupted_runs_leave_nothing(kill: int, code: int, weights: Path, pho
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert "Traceback" not in errors
-    assert {path.name for path in tmp_path.iterdir()} == {"many"}
+    assert {path.name for path in tmp_path.iterdir()} == {"many", "weights.safetensors"}
 
 
 def test_check_on_the_command_line(weights: Path, photos: Path, tmp_path: Path) -> None:
     out, data = tmp_path / "out", ("--weights", weights, "--calib", photos)
-    only = [option for i in range(1, 6) for option in ("--skip", f"blocks.{i}.*")]
+    only = [option for i in range(1, small_timm.BLOCKS) for option in ("--skip", f"blocks.{i}.*")]
     made = run("prune", MODEL, *data, "-o", out, "--mlp", 0.75, "--attn", 0.5, "--equal-heads", *only)
     assert made.exit_code == 0, made.output
     found = content("check", out, *data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,18 @@ from corp.measure.cost import count_params
 from corp.measure.timing import Ratio
 from corp.steps.allocation.budget import Sample
 from corp.surgery.apply import history
+from tests.helpers import small_timm
 from tests.helpers.command import content, failure, run
 from tests.helpers.seeds import seed_all, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
-MODEL = "test_vit"
+MODEL = small_timm.NAME
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +48,7 @@ def pictures(folder: Path, count: int, *, dark: bool) -> Path:
     for i in range(count):
         noise = torch.randint(0, 255, (20, 20, 3), dtype=torch.uint8, generator=seeded(i))
         noise = noise // 16 if dark else noise
-        Image.fromarray(noise.numpy()).resize((176, 176)).save(folder / f"{i}.png")
+        Image.fromarray(noise.numpy()).resize((80, 80)).save(folder / f"{i}.png")
     return folder
 
 
@@ -50,8 +58,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("day"), 64, dark=False)
+
+
+@pytest.fixture(scope="module")
 def night(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("night"), 8, dark=True)
+    return pictures(tmp_path_factory.mktemp("night"), 32, dark=True)
 
 
 def test_prune_to_an_agreement(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -109,16 +122,16 @@ def test_a_target_of_time(weights: Path, photos: Path, monkeypatch: pytest.Monke
     assert "of the dense model's (0." in " ".join(run(*common).output.split())
 
 
-def test_deployment_data_is_held_against_the_plan(weights: Path, photos: Path, night: Path) -> None:
-    common = ("plan", MODEL, "--weights", weights, "--calib", photos, "--batch-size", 4, "--mlp", 0.5)
+def test_deployment_data_is_held_against_the_plan(weights: Path, day: Path, night: Path) -> None:
+    common = ("plan", MODEL, "--weights", weights, "--calib", day, "--batch-size", 16, "--mlp", 0.5)
     found = {
         name: content(*common, "--deploy-data", folder, *more)["shift"]
-        for name, folder, more in (("same", photos, ()), ("night", night, ()), ("mixed", night, ("--mix-deploy",)))
+        for name, folder, more in (("same", day, ()), ("night", night, ()), ("mixed", night, ("--mix-deploy",)))
     }
     assert not any(site["alarming"] for site in found["same"]["sites"])
     assert any(site["alarming"] for site in found["night"]["sites"])
-    assert found["night"]["samples"] == {"calibration": 16, "deployment": 8}
-    assert found["mixed"]["samples"] == {"calibration": 24, "deployment": 8}
+    assert found["night"]["samples"] == {"calibration": 64, "deployment": 32}
+    assert found["mixed"]["samples"] == {"calibration": 96, "deployment": 32}
     for before, after in zip(found["night"]["sites"], found["mixed"]["sites"], strict=True):
         assert after["deployed"] < before["deployed"]
     shown = run(*common, "--deploy-data", night).output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,18 @@ from corp.errors import DataError, RecipeError, StorageError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.sweep import Sweep, grid
 from corp.report import sweeps
+from tests.helpers import small_timm
 from tests.helpers.command import run
 from tests.helpers.models import images, vit
 
-MODEL = "test_vit"  # the smallest that timm has
+MODEL = small_timm.NAME
 GRID = grid([0.25, 0.5], ["mlp", "both"], compensations=["full", "none"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
 
 
 def to_tensor(image: Image.Image) -> Tensor:

@@ -8,7 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from corp.errors import CorpWarning
+from tests.helpers import few_digits
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
@@ -21,7 +24,8 @@ def run_cell(code: str, names: dict[str, Any]) -> Any:
     return None if last is None else eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), names)  # type: ignore[attr-defined]
 
 
-def test_the_notebook_runs() -> None:
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_digits.use(monkeypatch)
     content = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in content["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 
 from corp.adapters import torchvision_import
 from corp.errors import CorpWarning
-from tests.helpers import decoders, hf_folders
+from tests.helpers import decoders, few_digits, hf_folders, small_timm
 from tests.helpers.command import run
 from tests.helpers.ports import free_port
 from tests.helpers.seeds import seeded
@@ -113,16 +114,24 @@ def photos(folder: Path, count: int) -> None:
         Image.fromarray(pixels.numpy()).save(folder / f"{number:02}.png")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_image_page(tmp_path: Path) -> None:
-    save_file(timm.create_model("test_vit", pretrained=False).state_dict(), tmp_path / "deit.safetensors")
+def test_the_image_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_digits.use(monkeypatch)
+    few_digits.cut(monkeypatch)
+    save_file(timm.create_model(small_timm.NAME, pretrained=False).state_dict(), tmp_path / "deit.safetensors")
     photos(tmp_path / "photos", 64)
     photos(tmp_path / "test-photos", 8)
-    printed = walk("vision.md", {"deit_tiny_patch16_224": "test_vit", "8000": free_port()})
+    printed = walk("vision.md", {"deit_tiny_patch16_224": small_timm.NAME, "8000": free_port()})
     assert set(json.loads(printed[-1])) == {"class"}
     assert {"small", "small-onnx", "digits-60"} <= {path.name for path in tmp_path.iterdir()}
 
