@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,12 @@ from corp.cli.bench import Contender, explain
 from corp.errors import ModelError, RecipeError
 from corp.measure import timing
 from corp.measure.footprint import disk_bytes, peak_bytes, weight_bytes
+from tests.helpers import small_timm
 from tests.helpers.command import run
 from tests.helpers.models import build, vit
 from tests.helpers.seeds import seed_all
 
-MODEL = "deit_tiny_patch16_224"
+MODEL, SIDE = small_timm.NAME, small_timm.SIDE
 
 
 class FakeClock:
@@ -160,14 +161,20 @@ def test_peak_of_a_model_falls_with_its_widths() -> None:
     assert peaks[0] > 1.5 * peaks[1]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
+
+
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeiT-Tiny's shapes at image size 64, with odd widths."""
+    """A ViT with odd widths."""
     seed_all(0)
     path = tmp_path_factory.mktemp("bench") / "pruned"
-    model = timm.create_model(MODEL, img_size=64).eval()
-    recipe = corp.Recipe.paper(mlp=0.6, attn=0.4, compensate="none", skip=("blocks.[2-9].attn", "blocks.1?.attn"))
-    corp.save(corp.prune(model, [torch.randn(4, 3, 64, 64)], recipe), path)
+    model = timm.create_model(MODEL).eval()
+    recipe = corp.Recipe.paper(mlp=0.6, attn=0.4, compensate="none")
+    corp.save(corp.prune(model, [torch.randn(4, 3, SIDE, SIDE)], recipe), path)
     return path
 
 
@@ -175,21 +182,21 @@ def test_a_lone_folder_is_compared_with_its_dense_base(pruned: Path) -> None:
     result = run("bench", pruned, "--batch", 16, "--rounds", 6, "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
-    assert (content["input"], content["batch"], content["rounds"]) == ([3, 64, 64], 16, 6)
+    assert (content["input"], content["batch"], content["rounds"]) == ([3, SIDE, SIDE], 16, 6)
     dense, small = content["models"]
     assert dense["name"] == "dense base"
     assert "speed_up" not in dense
-    assert dense["params"] == sum(p.numel() for p in timm.create_model(MODEL, img_size=64).parameters())
+    assert dense["params"] == sum(p.numel() for p in timm.create_model(MODEL).parameters())
     assert small["disk_bytes"] == (pruned / "model.safetensors").stat().st_size
     assert small["speed_up"]["ideal"] == pytest.approx(dense["macs"] / small["macs"])
     ratio = small["speed_up"]["throughput"]
     assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
     assert small["memory_bytes"]["activations"] < dense["memory_bytes"]["activations"]
     causes = "\n".join(content["causes"])
-    assert "blocks.0.attn and 1 more: q/k of 39 beside v of 64" in causes
-    assert "width 39 is not a multiple of 8" in causes
+    assert "blocks.0.attn and 1 more: q/k of 20 beside v of 32" in causes
+    assert "width 20 is not a multiple of 8" in causes
     assert "--round-to head=8" in causes
-    assert "width 308 is not a multiple of 64" in causes
+    assert "width 77 is not a multiple of 64" in causes
     assert "--round-to mlp=64" in causes
 
 

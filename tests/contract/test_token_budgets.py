@@ -25,21 +25,21 @@ from tests.helpers import models
 from tests.helpers.models import SMALL
 from tests.helpers.seeds import seeded
 
-SCHEDULE = (4, 6, 6, 6, 4, 0)
+SCHEDULE = (3, 2, 2, 2, 1, 0)  # of 16 patches
 
 
 def build() -> torch.nn.Module:
-    return timm.create_model("test_vit", num_classes=9).eval()
+    return timm.create_model("test_vit", num_classes=9, img_size=64).eval()
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    return [torch.randn(6, 3, 160, 160, generator=seeded(i)) for i in range(count)]
+    return [torch.randn(6, 3, 64, 64, generator=seeded(i)) for i in range(count)]
 
 
-def tiny() -> torch.nn.Module:
-    """A model of four blocks for 64 patches."""
+def tiny(blocks: int = 4) -> torch.nn.Module:
+    """A model for 64 patches."""
     torch.manual_seed(0)
-    return VisionTransformer(**{**SMALL, "img_size": 32, "depth": 4}).eval()
+    return VisionTransformer(**{**SMALL, "img_size": 32, "depth": blocks}).eval()
 
 
 def small(count: int) -> list[torch.Tensor]:
@@ -152,7 +152,7 @@ def test_tokens_stay_as_they_are_where_merging_is_no_faster(
 
 
 def test_data_that_goes_through_forward_is_counted_too() -> None:
-    model, data = tiny(), small(6)
+    model, data = tiny(2), small(3)
     pairs = [(x, "labels") for x in data]
     for more in ({}, {"tokens": "auto"}):
         recipe = Recipe(target_macs=0.7, sequential=False, **more)

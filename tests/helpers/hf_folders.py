@@ -77,12 +77,12 @@ def llama(folder: Path, seed: int = 0, tok: transformers.PreTrainedTokenizerFast
     return _save(transformers.LlamaForCausalLM(config), folder, tok or tokenizer())
 
 
-def bert(folder: Path, seed: int = 0) -> Path:
+def bert(folder: Path, seed: int = 0, layers: int = 2) -> Path:
     seed_all(seed)
     config = transformers.BertConfig(
         vocab_size=32,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=24,

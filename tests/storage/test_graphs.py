@@ -217,7 +217,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("bert")
-    hf_folders.bert(root / "dense")
+    hf_folders.bert(root / "dense", layers=1)
     (root / "texts.txt").write_text("\n".join(hf_folders.sentences(60, 10)))
     made = run("prune", root / "dense", "--calib", root / "texts.txt", "--sparsity", 0.5, "-o", root / "pruned")
     assert made.exit_code == 0, made.output
