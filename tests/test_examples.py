@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import few_digits
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 OF_ASSETS = [path for path in EXAMPLES if "CORP_ASSETS" in path.read_text()]
 
@@ -26,6 +28,7 @@ def run(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CORP_ASSETS", "")
+    few_digits.use(monkeypatch)
     run(path, capsys)
 
 

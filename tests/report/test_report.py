@@ -17,7 +17,7 @@ from corp.planning.plan import Plan
 from corp.recipe import PRESETS, Recipe
 from corp.report import remake, svg
 from corp.report.html import PAGE, page
-from tests.helpers import command
+from tests.helpers import command, few_digits
 from tests.helpers.models import images, vit
 from tests.helpers.report_pages import DEMO, EVIL, SWEEP, Page, evil_run, plan, run, site
 
@@ -181,6 +181,7 @@ def test_runs_sweeps_and_demos_go_on_one_page(saved: Path, tmp_path: Path) -> No
 
 def test_the_demo_writes_a_page_with_curves_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corp.cli.demo.SPARSITIES", (0.5,))
+    few_digits.use(monkeypatch)
     made = command.run("demo", "-o", tmp_path / "demo")
     assert made.exit_code == 0, made.output
     parsed = Page((tmp_path / "demo" / "report.html").read_text())
