@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ import corp
 from corp.adapters import timm_models
 from corp.data.images import ImageBatches, list_images
 from corp.data.labels import LabelledBatches, find_labels, read_labels
-from tests.helpers import command
+from tests.helpers import command, small_timm
 from tests.helpers.seeds import seed, seed_all
 
-MODEL = "deit_tiny_patch16_224"
+MODEL = small_timm.NAME
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
 
 
 def run(*args: object) -> Result:
@@ -35,7 +42,7 @@ def content(*args: object) -> dict[str, Any]:
 def photo(path: Path, number: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(seed(number)).integers(0, 255, (8, 8, 3), dtype=np.uint8)
-    Image.fromarray(noise).resize((240, 240)).save(path)
+    Image.fromarray(noise).resize((80, 80)).save(path)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +104,7 @@ def test_several_models_in_one_pass(
     assert smaller["agreement"]["value"] == pytest.approx(float((other.argmax(1) == order[:, 0]).float().mean()))
     kl = nn.functional.kl_div(other.log_softmax(1), logits.log_softmax(1), log_target=True, reduction="batchmean")
     assert smaller["kl"]["value"] == pytest.approx(float(kl), rel=1e-3)
-    assert list(smaller["features"]["blocks"]) == [f"blocks.{i}" for i in range(12)]
+    assert list(smaller["features"]["blocks"]) == [f"blocks.{i}" for i in range(small_timm.BLOCKS)]
     assert smaller["features"]["final"]["relative_error"] > 0
     assert smaller["features"]["final"]["cosine"] < 1
     assert smaller["agreement"]["value"] < 1  # else the numbers above would be too easy
@@ -106,7 +113,7 @@ def test_several_models_in_one_pass(
     text = run(*given, "--device", "cpu")
     assert text.exit_code == 0, text.output
     assert "66.7 [" in text.output
-    assert "blocks.11" in text.output
+    assert f"blocks.{small_timm.BLOCKS - 1}" in text.output
 
 
 def test_without_labels_only_closeness_and_alone_only_accuracy(weights: Path, photos: Path, pruned: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,18 @@ import corp
 from corp import CorpError, Recipe, Result
 from corp.errors import CorpWarning
 from corp.planning.plan import Plan
+from tests.helpers import small_timm
 from tests.helpers.kinds import by_kind
 from tests.helpers.models import FAMILIES, batches, build, run, vit
 from tests.helpers.seeds import seed_all, seeded
 
-NAME = "test_vit"  # six blocks of 64 channels, a name that timm knows
+NAME = small_timm.NAME  # blocks of 64 channels, a name that timm knows
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with small_timm.in_place():
+        yield
 
 
 def named_model(**args: object) -> nn.Module:
@@ -40,10 +47,15 @@ def result() -> Result:
     return corp.prune(named_model(), inputs(), Recipe.paper(mlp=0.6, attn=0.5))
 
 
+@pytest.fixture(scope="module")
+def pristine(result: Result, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(result, tmp_path_factory.mktemp("saved") / "model")
+
+
 @pytest.fixture
-def saved(result: Result, tmp_path: Path) -> Path:
-    corp.save(result, tmp_path / "model")
-    return tmp_path / "model"
+def saved(pristine: Path, tmp_path: Path) -> Path:
+    """A folder that a test may damage."""
+    return Path(shutil.copytree(pristine, tmp_path / "model"))
 
 
 def test_loading_gives_bit_identical_outputs(result: Result, saved: Path) -> None:

@@ -27,7 +27,7 @@ from corp.storage.folder import WEIGHTS
 from corp.storage.streamed import prune as streamed
 from corp.storage.streamed.presence import open_folder
 from corp.storage.streamed.walk import Walk
-from tests.helpers import hf_folders, models, rotary_models
+from tests.helpers import hf_folders, models, rotary_models, small_timm
 from tests.helpers.command import content, failure
 from tests.helpers.kinds import by_kind
 from tests.helpers.seeds import seed_all, seeded
@@ -87,11 +87,13 @@ def test_models_saved_under_older_names_and_of_two_towers(tmp_path: Path, family
 
 def test_a_vit_of_timm_on_images_with_labels(tmp_path: Path) -> None:
     seed_all(0)
-    save_for_hf(timm.create_model("test_vit"), tmp_path / "dense", safe_serialization=True)
-    data = [(torch.randn(4, 3, 160, 160, generator=seeded(i)), torch.zeros(4)) for i in range(3)]
-    corp.prune_streamed(tmp_path / "dense", data, REFIT, tmp_path / "out")
-    dense = timm_models.from_folder(tmp_path / "dense")
-    assert weights(tmp_path / "out") == ordinary(dense, data, REFIT, tmp_path / "whole")
+    size = small_timm.SIDE
+    data = [(torch.randn(4, 3, size, size, generator=seeded(i)), torch.zeros(4)) for i in range(3)]
+    with small_timm.in_place():
+        save_for_hf(timm.create_model(small_timm.NAME), tmp_path / "dense", safe_serialization=True)
+        corp.prune_streamed(tmp_path / "dense", data, REFIT, tmp_path / "out")
+        dense = timm_models.from_folder(tmp_path / "dense")
+        assert weights(tmp_path / "out") == ordinary(dense, data, REFIT, tmp_path / "whole")
 
 
 def test_a_target_over_all_layers_takes_a_walk_of_its_own(tmp_path: Path) -> None:
@@ -134,12 +136,18 @@ STAGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    dense = hf_models.create(str(llama(folder / "dense")))
+    return ordinary(dense, rotary_models.batches(), REFIT, folder / "whole")
+
+
 @pytest.mark.parametrize(("stage", "after"), STAGES, ids=[name.rpartition(".")[2] for name, _ in STAGES])
 def test_a_killed_run_goes_on_at_its_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, after: int, undisturbed: bytes
 ) -> None:
     folder, data = llama(tmp_path / "dense"), rotary_models.batches()
-    expected = ordinary(hf_models.create(str(folder)), data, REFIT, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(stage, dying(resolve_name(stage), after))
         with pytest.raises(Killed):
@@ -151,7 +159,7 @@ def test_a_killed_run_goes_on_at_its_block(
     corp.prune_streamed(folder, data, REFIT, tmp_path / "out")
     done = 2 if after == 0 or stage.endswith("forget") else 1
     assert pruned == list(range(done, 2))
-    assert weights(tmp_path / "out") == expected
+    assert weights(tmp_path / "out") == undisturbed
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
