@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import corp
 from corp.calibration.grams import CAUSAL_BLOCKS, Grams
 from corp.calibration.moments import ACTIVE_EPS, Moments
+from corp.calibration.settings import Settings
 from corp.calibration.site_sums import Entry, SiteSums, entry_of, read_sums, stored, write_sums
 from corp.calibration.tokens import choose_tokens, real_tokens
 from corp.errors import StatisticsError
 from corp.numerics.linalg import unpack
+from tests.helpers import decoders
 
 
 def moments_of(*parts: torch.Tensor) -> Moments:
@@ -230,3 +233,22 @@ def test_nan_is_seen_wherever_it_is_in_a_batch(where: int, side: str) -> None:
     grams.fold()
     assert not grams.finite
     assert not (Grams(1, 3) + grams).finite
+
+
+def test_many_samples_need_few_queries_of_each() -> None:
+    settings = Settings()
+    assert [settings.queries_of(64, samples) for samples in (None, 1, 40, 41, 128, 10_000)] == [64, 64, 64, 63, 20, 1]
+    assert settings.queries_of(128, 128) == 40  # wider heads need more
+    assert Settings(tokens="all").queries_of(64, 10_000) == Settings(tokens=3).queries_of(64, 10_000) == 64
+
+
+def test_calibration_takes_the_queries_that_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = decoders.build("llama"), [{"input_ids": torch.randint(90, (4, 12))}]
+    name = next(site.name for site in corp.find_sites(model) if site.kind == "attn")
+    every = corp.calibrate(model, batches).pairs_of(name).total()
+    monkeypatch.setattr("corp.calibration.settings.ENOUGH_QUERIES", 8)
+    monkeypatch.setattr("corp.calibration.settings.ENOUGH_PER_CHANNEL", 0)
+    few = corp.calibrate(model, batches).pairs_of(name).total()
+    energies = [sums.weighted.diagonal(dim1=1, dim2=2).sum() for sums in (few, every)]
+    assert energies[0] < 0.5 * energies[1]  # two queries of twelve
+    torch.testing.assert_close(few.raw, every.raw)  # all logits count there

@@ -169,6 +169,22 @@ def test_sums_count_the_logits_that_exist_and_the_attention_they_get(
     assert (sums.samples, sums.tokens) == (2, int(mask.sum()))
 
 
+def test_few_queries_are_evenly_spaced_and_their_attention_alone_is_summed() -> None:
+    q, k = torch.randn(2, 4, N, 2 * P, dtype=torch.float64), torch.randn(2, 2, N, 2 * P, dtype=torch.float64)
+    sums = pair_sums(q, k, causal=True, queries=2)
+    for h in range(4):
+        weighted = torch.zeros(2 * P, 2 * P, dtype=torch.float64)
+        for b in range(2):
+            for m in (N // 4, 3 * N // 4):  # the middle of either half
+                seen = k[b, h // 2, : m + 1]
+                F = features(q[b, h, m : m + 1], seen)
+                p = (SCALE * seen @ q[b, h, m]).softmax(0)[:, None]
+                F = F - (p * F).sum(0)
+                weighted += F.mT @ (p * F)
+        torch.testing.assert_close(sums.group(h // 2, weighted=True)[h % 2], weighted)
+    torch.testing.assert_close(sums.raw, pair_sums(q, k, causal=True).raw)  # all logits count there
+
+
 def test_weighted_errors_are_twice_the_divergence_of_the_attention() -> None:
     """KL of the attention with slightly wrong logits from the true one, to second order."""
     q, k = torch.randn(2, 1, 1, N, 2 * P, dtype=torch.float64)

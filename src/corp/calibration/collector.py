@@ -18,7 +18,7 @@ from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
-from corp.calibration.pairs import PairSums
+from corp.calibration.pairs import LOOKED_AT, PairSums
 from corp.calibration.site_sums import AnySums, Sums, empty_sums
 from corp.calibration.threads import here
 from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, of_same_samples, real_tokens
@@ -36,7 +36,7 @@ class Cursor(NamedTuple):
 
 @dataclass
 class Collector:
-    """The sums of a set of sites, and how many tokens of a sample each MLP uses (0: all).
+    """The sums of a set of sites, and how many tokens of a sample each MLP uses (0: all), or rotary queries.
 
     Padding is excluded from all sums. `causal`: masked logits of causal attentions are left out, up to blocks.
     """
@@ -237,6 +237,7 @@ class Collector:
             causal = heads.causal and self.causal and heads.q.shape[2] == heads.k.shape[2]
             mask = fitting(heads.q_mask, heads.q.transpose(1, 2), site.q_mask)
             options: dict[str, Any] = {"scale": site.scale, "window": site.window, "features": heads.features}
+            options["queries"] = self.tokens.get(site.name, LOOKED_AT)
             pairs = self._current(site.name, PairSums)
             pairs.update(heads.q, heads.k, causal=causal, mask=mask, **options)
             _require_finite(pairs, site.name)

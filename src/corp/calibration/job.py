@@ -27,7 +27,7 @@ from corp.calibration.workers import Workers
 from corp.errors import DataError, StatisticsError
 from corp.io.files import lock_folder, refuse_existing, write_text
 from corp.io.observer import SILENT, Advance, Observer
-from corp.sites import AttentionSite, OutputHead, Site
+from corp.sites import OutputHead, Site
 
 
 class Recording(Protocol):
@@ -68,8 +68,7 @@ class Job:
         if not self.settings.causal:
             self.origin = {**self.origin, "causal": False}
         self.inputs: Any = None
-        of = self.settings.tokens_of
-        self.tokens = {s.name: of(s.inputs, self.total) for s in self.sites if not isinstance(s, AttentionSite)}
+        self.tokens = self.settings.per_sample(self.sites, self.total)
 
     def groups(self, record: Path | None = None) -> list[list[Site | OutputHead]]:
         """Sites per pass over the data, announced if it takes more than one.

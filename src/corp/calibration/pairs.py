@@ -13,7 +13,8 @@ from corp.numerics.rotary import pair_moments
 # Blocks of queries per sample under a causal mask: of the logits that b blocks count, 1/(b+1) are masked. An entry is
 # folded at once and needs no memory, so there can be many.
 PAIR_BLOCKS = 32
-# Evenly spaced queries of a sample whose attention is computed: each costs a product of all keys with themselves.
+# The most evenly spaced queries of a sample whose attention is computed: each costs a product of all keys with
+# themselves. Calibration takes fewer of each sample where there are many samples (Settings.queries_of).
 LOOKED_AT = 64
 
 
@@ -50,11 +51,12 @@ class PairSums:
         causal: bool = False,
         window: int | None = None,
         features: tuple[Tensor, Tensor] | None = None,
+        queries: int = LOOKED_AT,
     ) -> None:
         """Add samples with queries q (B, H, n, d) and keys k (B, K, n, d), their first `width` dimensions rotated.
 
         `scale` is the softmax's; the mask (B, n) is True at real tokens. `features` (B, H or K, n, d + 1) of normed
-        heads are defined in numerics.lengths.
+        heads are defined in numerics.lengths. The attention of `queries` queries of each sample is computed.
         """
         q, k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
         self.samples += len(q)
@@ -66,13 +68,14 @@ class PairSums:
             self.tokens += q_part.shape[0] * q_part.shape[2]
             turned = q_part[..., : self.width], k_part[..., : self.width]
             blocks = query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None)))
-            for queries, g_k in with_key_grams(blocks):
-                self.raw += self._added(pair_moments(queries.mT @ queries, self._repeated(g_k)).sum(0))
-            weighted, attention = self._attended(q_part, k_part, scale, causal, window)
+            for asking, g_k in with_key_grams(blocks):
+                self.raw += self._added(pair_moments(asking.mT @ asking, self._repeated(g_k)).sum(0))
+            sampled = looked_at_of(q_part.shape[2], causal, window, queries)
+            weighted, attention = self._attended(q_part, k_part, scale, *sampled)
             self.weighted += self._added(weighted)
             if features is not None:
                 self.lengths += self._added(self._of_lengths(q_all[..., own:], k_all[..., own:], attention))
-                self.attended += self._added(self._squares(q_part, k_part, attention, causal, window))
+                self.attended += self._added(self._squares(q_part[:, :, sampled[0]], k_part, attention))
 
     def _of_lengths(self, f_q: Tensor, f_k: Tensor, attention: Tensor) -> Tensor:
         """The moments of lengths (H + K, d + 1, d + 1); a sample's keys have a weight of 1 on average."""
@@ -80,20 +83,18 @@ class PairSums:
         weight = 0.5 + 0.5 * received[..., None] * received.shape[-1]
         return torch.cat([(f_q.mT @ f_q).sum(0), (f_k.mT @ (weight * f_k)).sum(0)])
 
-    def _squares(self, q: Tensor, k: Tensor, attention: Tensor, causal: bool, window: int | None) -> Tensor:
-        """The squared logits (H,) of the sampled queries, under their attention (B, H, M, n)."""
-        looked_at, _ = looked_at_of(q.shape[2], causal, window)
-        logits = q[:, :, looked_at] @ self._repeated(k).mT
+    def _squares(self, asking: Tensor, k: Tensor, attention: Tensor) -> Tensor:
+        """The squared logits (H,) of the sampled queries (B, H, M, d), under their attention (B, H, M, n)."""
+        logits = asking @ self._repeated(k).mT
         return (attention * logits.square()).sum((0, 2, 3))
 
-    def _attended(self, q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    def _attended(self, q: Tensor, k: Tensor, scale: float, looked_at: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The attention-weighted pair moments (H, d, d), and the attention p (B, H, M, n) of the sampled queries.
 
         The moments pair q_m q_m^T of every sampled query m with the covariance of the keys under its attention p_m.
         """
         # A common mean of a sample's keys changes neither attention nor covariance, but it affects float32 rounding.
         every = self._repeated(k - k.mean(2, keepdim=True))
-        looked_at, hidden = looked_at_of(q.shape[2], causal, window)
         asking = q[:, :, looked_at]  # (B, H, M, d)
         attention = (scale * asking @ every.mT).masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
         first, second = (half.contiguous() for half in every[..., : self.width].split(self.width // 2, -1))
@@ -169,9 +170,9 @@ class PairSums:
         return {**sums, "lengths": (-1, width + 1, width + 1), "attended": (heads,)}
 
 
-def looked_at_of(n: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+def looked_at_of(n: int, causal: bool, window: int | None, most: int = LOOKED_AT) -> tuple[Tensor, Tensor]:
     """Which queries (M,) of a sample of n tokens are sampled, and which keys (M, n) are hidden from them."""
-    looked_at = ((torch.arange(min(LOOKED_AT, n)) + 0.5) * n / min(LOOKED_AT, n)).long()
+    looked_at = ((torch.arange(min(most, n)) + 0.5) * n / min(most, n)).long()
     back = looked_at[:, None] - torch.arange(n)
     return looked_at, (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from corp.calibration.offload import PLACES
+from corp.calibration.pairs import LOOKED_AT
 from corp.errors import StatisticsError
+from corp.sites import AttentionSite, OutputHead, Site
 
 # The tokens that tokens="auto" collects for every MLP, if there are that many; see docs/calibration.md.
 ENOUGH_TOKENS, ENOUGH_PER_CHANNEL = 30_000, 40
+# Likewise the queries of all samples whose attention is computed for rotary heads.
+ENOUGH_QUERIES = 2560
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,21 @@ class Settings:
         if isinstance(self.tokens, int):
             return self.tokens
         return 0 if self.tokens == "all" else enough_tokens(width, samples)
+
+    def queries_of(self, dims: int, samples: int | None) -> int:
+        """The most queries per sample whose attention is computed, for heads with `dims` rotated dimensions."""
+        if self.tokens != "auto" or not samples:
+            return LOOKED_AT
+        return min(LOOKED_AT, math.ceil(max(ENOUGH_QUERIES, ENOUGH_PER_CHANNEL * dims) / samples))
+
+    def per_sample(self, sites: Iterable[Site | OutputHead], samples: int | None) -> dict[str, int]:
+        """How many tokens of a sample each site uses, or queries if it is a rotary attention."""
+        return {
+            site.name: self.queries_of(site.rotary_dims, samples)
+            if isinstance(site, AttentionSite)
+            else self.tokens_of(site.inputs, samples)
+            for site in sites
+        }
 
 
 def enough_tokens(width: int, samples: int | None) -> int:

@@ -20,7 +20,7 @@ from corp.io.observer import SILENT, Observer
 from corp.numerics.place import Place
 from corp.planning.plan import Plan
 from corp.recipe import Recipe
-from corp.sites import AttentionSite, Site, Sites
+from corp.sites import Site, Sites
 from corp.steps.allocation.allocator import Allocation
 from corp.steps.allocation.curves import Curve, site_curves
 from corp.steps.plan import plan_sites
@@ -109,9 +109,7 @@ class Walk:
     def _calibrate(self, number: int, block: Block, sites: Sites, stream: str = DENSE) -> Statistics:
         """The sums of the block's sites; its output states are stored as the next block's input."""
         total, rule = count_samples(self.batches), HoldOut.of(self.batches)
-        linear = [site for site in sites if not isinstance(site, AttentionSite)]
-        tokens = {site.name: self.settings.tokens_of(site.inputs, total) for site in linear}
-        collector = Collector(list(sites), tokens, causal=self.settings.causal)
+        collector = Collector(list(sites), self.settings.per_sample(sites, total), causal=self.settings.causal)
         samples = 0
         with torch.no_grad(), collector.watching(self.model):
             for index, start, batch in enumerate_batches(self.batches, lambda _index: True):
