@@ -21,7 +21,8 @@ def pairs(*orders: str) -> list[list[int]]:
     command = [sys.executable, "-m", "tests.helpers.prune_process", *orders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    return [[int(code) for code in line.split()] for line in done.stdout.splitlines()]
+    told = [line.removeprefix(prune_process.CODES) for line in done.stdout.splitlines() if prune_process.CODES in line]
+    return [[int(code) for code in line.split()] for line in told]
 
 
 def weights(folder: Path, count: int) -> list[Any]:
