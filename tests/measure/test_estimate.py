@@ -13,7 +13,7 @@ from corp import api
 from corp.io.observer import Clock, Observer
 from corp.measure import estimate
 from corp.measure.estimate import Estimate, Load, Machine, Stage
-from corp.sites import AttentionSite, MLPSite, Rows
+from corp.sites import AttentionSite, MLPSite, Rotary, Rows
 from tests.helpers.models import images, vit
 from tests.helpers.observers import Recorder
 
@@ -25,7 +25,7 @@ def mlp(width: int) -> MLPSite:
 
 
 def load(**changes: Any) -> Load:
-    return Load(100, {"mlp": 200, "attn": 200}, {"mlp": 50})._replace(**changes)
+    return Load(100, {"mlp": 200, "attn": 200}, {"mlp": 50, "attn": 64})._replace(**changes)
 
 
 def test_costs_grow_as_their_formulas_say() -> None:
@@ -38,6 +38,13 @@ def test_costs_grow_as_their_formulas_say() -> None:
     assert estimate.plan_seconds(mlp(8000), paper, load(), MACHINE) < plans[0]
     assert estimate.plan_seconds(mlp(8000), exact, load(), MACHINE, known=True) < plans[0]  # the path is not redone
     heads = AttentionSite("attn", Rows("q", 0, 128), Rows("k", 0, 128), 2, None)
+    rotated = replace(heads, rotary=Rotary(64, None))
+    plain, half, whole = (
+        estimate.sum_seconds(site, load(counted={"attn": queries}), MACHINE)
+        for site, queries in ((heads, 64), (rotated, 32), (rotated, 64))
+    )
+    assert plain < half < whole
+    assert whole - half == pytest.approx(half - plain)  # d^2 for every key of every query
     few, more = (estimate.plan_seconds(heads, exact, load(samples=n), MACHINE) for n in (1000, 4000))
     assert more / few == pytest.approx(4, rel=0.1)  # N d^3
     folded = [estimate.plan_seconds(heads, exact, load(samples=n), MACHINE) for n in (10_000, 80_000)]

@@ -31,6 +31,7 @@ HEADS = {SUBSPACE: (80.0, 1.5)}  # N d^3 of a head: to plan it, and for a trial
 COORDINATES = (35.0, 15.0)
 ROTATED = 60.0  # d^3 of a head
 SUMS = 1.3  # times float32 products: the sums of calibration and refit
+ATTENDED = 2.6  # likewise: the small products of keys under the attention of single queries
 CHECK = 1.0  # D^3: the self-check of a layer
 STREAMS = 8  # hidden states that the refit holds per sample, including the input of a block's last layer
 REPLAYS = 2.4  # how often the refit runs a block
@@ -55,7 +56,7 @@ class Load(NamedTuple):
 
     samples: int
     tokens: Mapping[str, int]  # of one sample, at every site
-    counted: Mapping[str, int]  # how many of them are summed, at every linear site
+    counted: Mapping[str, int]  # how many of them are summed, or queries whose attention is computed
     calibrates: bool = True  # False if statistics are given
     trials: int = 0
     tried: int = 0  # samples on which every trial model is compared
@@ -167,9 +168,15 @@ def estimate_stages(model: nn.Module, sites: Sites, recipe: Recipe, load: Load, 
 
 
 def sum_seconds(site: Site | OutputHead, load: Load, machine: Machine) -> float:
-    """The time for the sums of one site: D^2 / 2 per token, or for queries and keys d^2 per token and head."""
+    """The time for the sums of one site: D^2 / 2 per token, or for queries and keys d^2 per token and head.
+
+    Rotary heads take d^2 more for every key that one of the counted queries attends to.
+    """
     if isinstance(site, AttentionSite):
-        return SUMS * load.samples * load.tokens[site.name] * site.heads * site.width**2 / machine.single
+        seen = load.tokens[site.name] / 2 if site.causal else load.tokens[site.name]
+        rotated = ATTENDED * load.counted[site.name] * seen * site.rotary_dims**2
+        plain = SUMS * load.tokens[site.name] * site.width**2
+        return load.samples * site.heads * (plain + rotated) / machine.single
     return SUMS * load.samples * load.counted[site.name] * site.inputs**2 / 2 / machine.single
 
 

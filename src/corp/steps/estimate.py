@@ -48,11 +48,11 @@ def _load(
     model, sites, batches = dense.model, dense.sites, run.batches
     machine, tokens = measure_machine(model, sites, run.first(), run.forward)
     settings = run.settings or Settings()
-    inputs = {site.name: site.inputs for site in summed(sites) if not isinstance(site, AttentionSite)}
-    taken = {name: settings.tokens_of(width, samples) for name, width in inputs.items()}
+    linear = [site.name for site in summed(sites) if not isinstance(site, AttentionSite)]
+    taken = settings.per_sample(summed(sites), samples)
     counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
     rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
-    fitted = {name: n * samples * (rule.every - 1) // rule.every for name, n in counted.items()}
+    fitted = {name: counted[name] * samples * (rule.every - 1) // rule.every for name in linear}
     searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
     tried = min(samples_needed(recipe), samples // rule.every)
     return Load(
@@ -64,7 +64,7 @@ def _load(
         tried=tried,
         curves=recipe.has_target and recipe.allocate == GAIN,
         alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
-        tried_alone=frozenset(tried_alone(name for name in inputs if not recipe.skips(name))),
+        tried_alone=frozenset(tried_alone(name for name in linear if not recipe.skips(name))),
         refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
     ), machine
 
