@@ -275,18 +275,8 @@ def test_interrupted_runs_leave_nothing(kill: int, code: int, photos: Path, tmp_
     os.mkfifo(many / "020.pipe.png")  # an image that never comes: whoever waits for it is in the midst of calibrating
     save_file(small_timm.whole().state_dict(), tmp_path / "weights.safetensors")
     command = [sys.executable, "-m", "corp", "prune", MODEL, "--weights", str(tmp_path / "weights.safetensors")]
-    command += [
-        "--calib",
-        str(many),
-        "-o",
-        str(tmp_path / "out"),
-        "--mlp",
-        "0.5",
-        "--batch-size",
-        "2",
-        "--device",
-        "cpu",
-    ]
+    command += ["--calib", str(many), "-o", str(tmp_path / "out")]
+    command += ["--mlp", "0.5", "--batch-size", "2", "--device", "cpu"]
     # A suite that runs in the background may have been told to ignore SIGINT; a user's shell has not.
     heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
