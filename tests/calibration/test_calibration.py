@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -289,24 +290,38 @@ def test_a_killed_run_continues_to_the_same_bits(tmp_path: Path) -> None:
     assert not (tmp_path / ".killed.partial").exists()
 
 
+class InterruptedByTestError(Exception):
+    pass
+
+
+def stopping(stop: int) -> Iterator[torch.Tensor]:
+    for i, batch in enumerate(images(8, 10)):
+        if i == stop:
+            raise InterruptedByTestError
+        yield batch
+
+
+OFTEN = Settings(tokens="all", checkpoint_seconds=0)
+
+
 def test_a_changed_command_is_refused_until_fresh(tmp_path: Path) -> None:
-    class InterruptedByTestError(Exception):
-        pass
-
-    def data(stop: int):  # type: ignore[no-untyped-def]
-        for i, batch in enumerate(images(8, 10)):
-            if i == stop:
-                raise InterruptedByTestError
-            yield batch
-
     model, out = build("vit"), tmp_path / "stats"
-    often = Settings(tokens="all", checkpoint_seconds=0)
     with pytest.raises(InterruptedByTestError):
-        corp.calibrate(model, data(5), out=out, settings=often, origin={"seed": 0})
+        corp.calibrate(model, stopping(5), out=out, settings=OFTEN, origin={"seed": 0})
     with pytest.raises(CorpError, match=r"seed: 0 then, 1 now.*fresh=True"):
-        corp.calibrate(model, data(9), out=out, settings=often, origin={"seed": 1})
-    corp.calibrate(model, data(9), out=out, settings=Settings(tokens="all", fresh=True), origin={"seed": 1})
+        corp.calibrate(model, stopping(9), out=out, settings=OFTEN, origin={"seed": 1})
+    corp.calibrate(model, stopping(9), out=out, settings=Settings(tokens="all", fresh=True), origin={"seed": 1})
     assert Statistics.load(out).samples == 80
+
+
+def test_what_a_kill_left_half_written_is_not_published(tmp_path: Path) -> None:
+    model, out = build("vit"), tmp_path / "stats"
+    with pytest.raises(InterruptedByTestError):
+        corp.calibrate(model, stopping(5), out=out, settings=OFTEN)
+    (tmp_path / ".stats.partial" / ".tmpUdLV18").write_bytes(b"half")  # as safetensors names what it is writing
+    corp.calibrate(model, stopping(9), out=out, settings=OFTEN)
+    named = {entry["file"] for entry in json.loads((out / "statistics.json").read_text())["sites"].values()}
+    assert {path.name for path in out.iterdir()} == {"statistics.json", *named}
 
 
 def test_two_runs_into_one_folder_one_says_so(tmp_path: Path) -> None:

@@ -122,8 +122,8 @@ def publish(partial: Path, out: Path) -> None:
     """
     refuse_existing(out, overwrite=False)
     with writing(out):
-        for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass*.json")):
+        # Hidden files are locks, and what safetensors was writing when an earlier run was killed (.tmpAbCdEf).
+        for leftover in (*partial.glob("checkpoint-*"), *partial.glob("pass*.json"), *partial.glob(".*")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        for last in (*partial.glob(".lock-*"), partial / "run.json"):
-            last.unlink()
+        (partial / "run.json").unlink()
         partial.rename(out)

@@ -230,7 +230,7 @@ def _tidy(partial: Path) -> None:
     if sizes:
         shutil.rmtree(partial / STATISTICS, ignore_errors=True)  # of a run that was killed at this point
         sizes.pop().rename(partial / STATISTICS)
-    for leftover in (*sizes, *partial.glob("part-*"), *partial.glob(".lock-*")):
+    for leftover in (*sizes, *partial.glob("part-*"), *partial.glob(".*")):  # locks, and what killed runs left
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     for record in (SECONDS, ROWS, "run.json"):  # the run's identity is removed last
         (partial / record).unlink(missing_ok=True)
