@@ -7,6 +7,8 @@ export SOURCE_DATE_EPOCH
 # Real weights and images, if they are there; tests that need them skip with a reason where they are not.
 CORP_ASSETS ?= $(abspath $(wildcard ../shared/assets))
 export CORP_ASSETS
+# The bytecode of corp and of its tests is kept: tests start many processes, each of which would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check docs test-real test-lowest test-latest test-seeds test-random build check-dist reproducible sbom bench soak mutants clean
 

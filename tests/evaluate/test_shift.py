@@ -82,8 +82,9 @@ def test_the_error_on_deployment_data_is_the_one_it_makes(
             error = sum(logit_errors(model, pruned, name, there, centred=centred))
             energy = sum(logit_energies(model, name, there, centred=centred))
         else:
-            pairs = [(hidden_output(model, name, x), hidden_output(pruned, name, x)) for x in there]
-            bias = model.get_submodule(corp.find_sites(model)[name].down).bias.detach()
+            site = corp.find_sites(model)[name]
+            pairs = [(hidden_output(model, site, x), hidden_output(pruned, site, x)) for x in there]
+            bias = model.get_submodule(site.down).bias.detach()
             error = sum(float((a - b).square().sum()) for a, b in pairs)
             energy = sum(float((a - bias).square().sum()) for a, _ in pairs)
         assert found.deployed == pytest.approx(error / energy, rel=1e-5)

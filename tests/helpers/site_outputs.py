@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import corp
 from corp.calibration.grams import CAUSAL_BLOCKS
-from corp.sites import Rows, Sites, ValueSite
+from corp.sites import MLPSite, Rows, Sites, ValueSite
 from tests.helpers.models import run
 
 
@@ -19,9 +19,9 @@ def sites_of(model: nn.Module) -> Sites:
     return corp.find_sites(model)
 
 
-def hidden_output(model: nn.Module, name: str, batch: Any) -> Tensor:
+def hidden_output(model: nn.Module, site: MLPSite | ValueSite, batch: Any) -> Tensor:
     """What the second linear of an MLP computes, or the output projection of an attention."""
-    site, seen = sites_of(model)[name], []
+    seen: list[Tensor] = []
     bare = isinstance(site, ValueSite) and site.v.weight != "weight"  # nn.MultiheadAttention calls no out_proj
     module = model.get_submodule(site.attention if bare else site.down)
     handle = module.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if bare else out))

@@ -54,7 +54,7 @@ def test_llama_cpp_tells_the_same_stories(assets: Path, stories: list[str], tmp_
             found = pruned(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         exact += found.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     perplexities = [math.exp(-sum(each) / len(each)) for each in (scored, exact)]
-    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-5)
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=5e-5)  # four digits; two float32 programs
     prompt = tokenizer("Once upon a time, there was a little dog named Max.")["input_ids"]
     told = pruned.generate(input_ids=torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
     assert greedy(llama, prompt, 24) == told.tolist()
