@@ -2,7 +2,7 @@
 
 Models are in float64. Outputs agree to 1e-9 of the largest one, or to 1e-6 behind fits of queries and keys, which end
 when they are near enough. Predicted costs agree to 2e-6 of their size, or to 1e-7 of what is lost without compensation.
-A test may say otherwise. Everything is tried on one family of each kind, and with a seed (`make test-seeds`) on all.
+A test may say otherwise. Everything is tried on one family of each kind, and by `make test-real` on all.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from corp.calibration.settings import Settings
 from corp.planning.plan import Plan
 from tests.helpers import hf_models, kinds, rotary_models
 from tests.helpers.models import FAMILIES, batches, build, call, run
-from tests.helpers.seeds import SEED, seeded
+from tests.helpers.seeds import seeded
 from tests.helpers.transforms import changed, permutation, rotation, scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*a stable fit needs:corp.errors.CorpWarning")
 COSTS = ("J", "J_star", "J_uncomp", "energy")
-NAMES = list(FAMILIES) if SEED else [name for name in kinds.KINDS if name in FAMILIES and name != "scale-attn-norm"]
 FEW = ["vit", "swiglu-packed", "hf-opt", "hf-gpt2-cross", "hf-whisper", "torch-decoder", "llama", "gpt-neox"]
-SOME = NAMES if SEED else kinds.by_kind(NAMES, FEW)
-ROTARY = list(rotary_models.FAMILIES) if SEED else kinds.by_kind(kinds.ROTARY, FEW)
-TEXT = [name for name in NAMES if FAMILIES[name].batch in (hf_models.text, hf_models.crossed)]
+SOME, ROTARY = kinds.by_kind(FAMILIES, FEW), kinds.by_kind(rotary_models.FAMILIES, FEW)
+TEXT = kinds.by_kind(name for name in FAMILIES if FAMILIES[name].batch in (hf_models.text, hf_models.crossed))
 POSITIVE = ["swiglu-packed", "hf-opt", "torch-encoder", "llama"]  # gated MLPs, and ReLU between two linears
 
 
