@@ -248,7 +248,8 @@ def test_hard_cases_stay_close_to_two_passes(case: str) -> None:
     error = ((moments.cov() - cov) / torch.outer(scale, scale).clamp(min=1e-9)).abs().max()
     assert float(error) < 2e-4
     assert float(torch.linalg.eigvalsh(moments.cov()).min()) > -1e-5 * float(cov.diagonal().max()) - 1e-12
-    torch.testing.assert_close(moments.mean, exact.mean(0), rtol=1e-6, atol=1e-6)
+    size = exact.square().mean(0).sqrt()  # a mean may be small beside what it is taken of
+    assert bool(((moments.mean - exact.mean(0)).abs() <= 1e-6 * (1 + size)).all())
 
 
 # Kills, in real processes.

@@ -86,7 +86,7 @@ def test_a_dead_head_goes_for_free(sides: str, folded: bool, ridge: float) -> No
         fit = subspace.fit_subspace([head], 3, ridge=ridge)
         assert bool(torch.isfinite(fit.A).all() and torch.isfinite(fit.B).all())
         assert float(fit.B.abs().max()) < 1e3  # it is folded into weights of the model's precision
-        assert subspace.distortion(head, fit.A[0], fit.B) == (0, 0, 0, 1)
+        assert subspace.distortion(head, fit.A[0], fit.B, subspace.weakest([head], 3)) == (0, 0, 0, 1)
 
 
 @RIDGES

@@ -72,7 +72,7 @@ def fitted_logit(put: Callable[[Tensor], Tensor], sums: HeadGrams) -> list[Tenso
 
 def fitted_subspace(_: Callable[[Tensor], Tensor], sums: HeadGrams) -> list[Tensor]:
     fit = subspace.fit_subspace([sums, sums], 3, ridge=1e-3)
-    assert subspace.distortion(sums, fit.A[0], fit.B).J >= 0
+    assert subspace.distortion(sums, fit.A[0], fit.B, subspace.weakest([sums], 3)).J >= 0
     return [fit.A.mT @ fit.B]
 
 

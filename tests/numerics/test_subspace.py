@@ -124,7 +124,7 @@ def test_distortion_equals_brute_force(folded: bool) -> None:
     (q,), k = samples(1)
     (head,) = grams_of(q[None], k, folded=folded)
     (A,), B = subspace.fit_subspace([head], KEEP, ridge=0.3)
-    found = subspace.distortion(head, A, B)
+    found = subspace.distortion(head, A, B, subspace.weakest([head], KEEP))
     assert pytest.approx(logit_error(q, k, A, B), rel=1e-9) == found.J
     assert found.J_star == found.J
     strength = [float(sum(qb[:, j].norm() ** 2 * kb[:, j].norm() ** 2 for qb, kb in zip(q, centred(k), strict=True)))

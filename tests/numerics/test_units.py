@@ -88,7 +88,8 @@ def test_of_queries_and_keys_in_a_subspace(s: float, side: str) -> None:
         torch.testing.assert_close(second.A.mT @ second.B, first.A.mT @ first.B)
     fits = [subspace.fit_subspace([h], 3, ridge=1e-3) for h in (one, other)]
     torch.testing.assert_close(fits[1].A.mT @ fits[1].B, fits[0].A.mT @ fits[0].B)
-    found, expected = (subspace.distortion(h, fit.A[0], fit.B) for h, fit in zip((other, one), fits[::-1], strict=True))
+    pairs = zip((other, one), fits[::-1], strict=True)
+    found, expected = (subspace.distortion(h, fit.A[0], fit.B, subspace.weakest([h], 3)) for h, fit in pairs)
     assert_scaled(found, expected, s)
 
 

@@ -97,10 +97,12 @@ def expected(given: Data, plan: SitePlan, maps: HeadMaps, rotated: int, recipe: 
             to_q, to_k = maps.q[h][rows, dims], maps.k[g][rows, dims]
             logits = q @ k.mT
             kept = [i - dims.start for i in plan.kept[g] if dims.start <= i < dims.stop]
-            if (
-                recipe is FULL and dims.start == rotated
-            ):  # a subspace: compared with the head's own strongest dimensions
-                own = [squares(q[..., [i]] @ k[..., [i]].mT, weights) for i in range(WIDTH - rotated)]
+            if recipe is FULL and dims.start == rotated:  # a subspace: compared with the group's strongest dimensions
+                heads = range(g * SHARED, (g + 1) * SHARED)
+                single = [
+                    [given.q[:, i, :, [j]] @ given.k[:, i, :, [j]].mT for i in heads] for j in range(rotated, WIDTH)
+                ]
+                own = [sum(squares(logit, weights) for logit in each) for each in single]
                 kept = sorted(sorted(range(len(own)), key=lambda i: -own[i])[: len(kept)])
             entries.append(
                 Expected(

@@ -135,18 +135,22 @@ def error(head: LogitSums, A: Tensor, B: Tensor) -> float:
     return max(0.0, float((_left(A, B) * left_over(head, A, B)).sum()))
 
 
-def distortion(head: LogitSums, A: Tensor, B: Tensor) -> Distortion:
+def distortion(head: LogitSums, A: Tensor, B: Tensor, pruned: Tensor) -> Distortion:
     """The error of the maps of one query head, compared with coordinates.
 
-    J_uncomp is the error if as many of the head's own dimensions, the strongest, were kept without compensation. No
-    better maps than these are known, so J* is J.
+    J_uncomp is the error if the dimensions `pruned` were removed without compensation. No better maps than these are
+    known, so J* is J.
     """
-    J, J_uncomp = error(head, A, B), dropped(head, len(B))
+    J, J_uncomp = error(head, A, B), dropped(head, pruned)
     return Distortion(J, J, J_uncomp, explained(J, J_uncomp))
 
 
-def dropped(head: LogitSums, keep: int) -> float:
-    """The error without compensation if only the `keep` strongest of a head's own dimensions are kept."""
-    E = head.energy()
-    pruned = top(E.diagonal(), keep)[1]
-    return float(E[pruned[:, None], pruned].sum())
+def weakest(heads: Sequence[LogitSums], keep: int) -> Tensor:
+    """The dimensions that query heads with the same keys lose if the `keep` strongest of all are kept."""
+    energies = [head.energy().diagonal() for head in heads]
+    return top(torch.stack(energies).sum(0), keep)[1]
+
+
+def dropped(head: LogitSums, pruned: Tensor) -> float:
+    """The error of a head without these dimensions and without compensation."""
+    return float(head.energy()[pruned[:, None], pruned].sum())

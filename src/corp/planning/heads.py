@@ -246,10 +246,11 @@ class _Subspaces(Part):
         fit = self.fit(g)
         judged = self.recipe.compensate == "full" and held_out(self.sums)
         unseen = self._judge(g) if judged else [(None, None)] * self.shared
+        pruned = subspace.weakest([self.head(h) for h in self.heads(g)], self.keep)
         costs = []
         for i, h in enumerate(self.heads(g)):
             head = self.head(h)
-            distortion = subspace.distortion(head, fit.A[i], fit.B)
+            distortion = subspace.distortion(head, fit.A[i], fit.B, pruned)
             costs.append(GroupCost(*distortion, float(head.energy().sum()), *unseen[i]))
         return together(costs)
 
@@ -259,10 +260,14 @@ class _Subspaces(Part):
         seen, unseen = ([part.head(h, centred=True).single() for h in self.heads(g)] for part in both)
         A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
 
-        def left(head: HeadGrams, a: Tensor) -> float | None:
-            return share(subspace.error(head, a, B), subspace.dropped(head, self.keep))
+        def left(heads: Sequence[HeadGrams]) -> list[float | None]:
+            pruned = subspace.weakest(heads, self.keep)
+            return [
+                share(subspace.error(head, a, B), subspace.dropped(head, pruned))
+                for head, a in zip(heads, A, strict=True)
+            ]
 
-        return [(left(s, a), left(u, a)) for s, u, a in zip(seen, unseen, A, strict=True)]
+        return list(zip(left(seen), left(unseen), strict=True))
 
 
 def nested_maps(site: AttentionSite, grams: Grams) -> list[subspace.Subspace]:
