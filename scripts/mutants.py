@@ -42,8 +42,8 @@ PACKAGES = {  # files that are changed, and tests that should notice
     "loaders": (
         "storage/folder.py storage/rebuilding.py storage/tying.py adapters/hf_models.py adapters/timm_models.py "
         "io/files.py calibration/statistics.py evaluate/heads.py",
-        "io/test_files.py storage/test_storage.py calibration/test_statistics.py golden faults/test_attacks.py "
-        "evaluate/test_heads.py cli/test_hf_cli.py",
+        "io/test_files.py calibration/test_statistics.py evaluate/test_heads.py storage/test_storage.py "
+        "golden/test_golden.py faults/test_attacks.py cli/test_hf_cli.py",
     ),
 }
 COMPARED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not"}

@@ -109,7 +109,7 @@ def test_subspaces_do_not_depend_on_the_basis_of_heads(family: str) -> None:
     turned, _ = changed(model, "attn vo", rotation(seeded(9)))
     assert_close(run(turned, data[0]), run(model, data[0]))
     made = [pruned(m, calibrate(m, data), recipe) for m in (model, turned)]
-    assert_close(run(made[1][1], data[0]), run(made[0][1], data[0]), 1e-7)
+    assert_close(run(made[1][1], data[0]), run(made[0][1], data[0]), 1e-6)
     assert_same_costs(made[0][0], made[1][0], ("J", "J_star", "energy"))  # without compensation the basis matters
 
 

@@ -35,13 +35,13 @@ def small_eigenvalue(value: float) -> Tensor:
 def test_float32_solutions_are_refined_or_replaced(refinements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the smallest eigenvalue rounding is worst: a factor in float32 alone is off by up to 1e-3."""
     monkeypatch.setattr(linalg, "REFINEMENTS", refinements)
-    A = with_eigenvalues(torch.logspace(0, -4, D, dtype=torch.float64)).float()
+    A = with_eigenvalues(torch.logspace(0, -5, D, dtype=torch.float64)).float()
     rhs = torch.linalg.eigh(A.double()).eigenvectors[:, :1].float()
     expected = torch.linalg.solve(A.double(), rhs.double())
     found = linalg.solve_ridge(A, rhs, 0.0)
     assert found.dtype == torch.float32
     rough = torch.cholesky_solve(rhs, torch.linalg.cholesky(A)).double()
-    assert float((rough - expected).norm()) > 1e-5 * float(expected.norm())
+    assert float((rough - expected).norm()) > 5e-6 * float(expected.norm())
     assert float((found.double() - expected).norm()) < 2e-6 * float(expected.norm())
 
 
