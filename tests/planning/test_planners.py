@@ -45,7 +45,7 @@ def layer(number: int, kv_heads: int, strength: list[float], size: float) -> Lay
 
 
 LAYERS = {  # the strong layer prefers other pairs than the two weak ones
-    "a": layer(1, 2, [1.0, 0.3, 1.4, 0.2], 10.0),
+    "a": layer(1, 2, [0.8, 0.3, 1.4, 0.3], 10.0),
     "b": layer(2, 1, [0.2, 1.0, 0.9, 0.8], 0.1),
     "c": layer(3, 2, [0.2, 0.8, 1.2, 0.9], 0.1),
 }
