@@ -255,3 +255,17 @@ def test_a_hostile_file_name_is_shown_spelled_out(tmp_path: Path) -> None:
     told = CliRunner().invoke(app, ["inspect", str(tmp_path / "x\x1b[2Jy")])
     assert told.exit_code != 0
     assert "\x1b[2J" not in told.output
+
+
+def test_a_downloaded_model_is_taken_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How large its weights are, only the hub's library knows; so its config is not compared with them."""
+    stored = tmp_path / "models--someone--opt"
+    hf_folders.opt(stored / "snapshots" / "abc")
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    wanted = hf_models.create(str(stored / "snapshots" / "abc")).state_dict()
+    found = hf_models.create("someone/opt").state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from corp import CorpError
 from corp.io import files as atomic
-from corp.io.files import lock_folder, new_folder, write_text
+from corp.io.files import lock_folder, new_folder, read_json, write_json, write_text
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="locks and exchanges as Linux has them")
 
@@ -27,6 +28,21 @@ with new_folder(Path(sys.argv[1])) as folder:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_text_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "out.json", "{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_plan_of_megabytes_is_read(tmp_path: Path) -> None:
+    content = {"kept": list(range(500_000))}
+    write_json(tmp_path / "plan.json", content)
+    assert read_json(tmp_path / "plan.json") == content
 
 
 @linux
