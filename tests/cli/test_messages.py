@@ -18,7 +18,7 @@ import typer
 from PIL import Image
 from safetensors.torch import save_file
 
-from corp.adapters import hub, timm_models
+from corp.adapters import hf_models, hub, timm_models
 from corp.cli.console import command, in_flags, told
 from corp.cli.early import require_output
 from corp.cli.inputs import refuse_labels, warn_of_odd_images
@@ -132,6 +132,13 @@ def test_weights_that_nobody_can_fetch_are_told_at_once(tmp_path: Path, monkeypa
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"are not on this machine, and .* cannot be reached; .*weights=FILE"):
         timm_models.create("deit_tiny_patch16_224", pretrained=True)
+
+
+def test_a_tokenizer_that_nobody_can_fetch_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"no downloaded hub model .* cannot be reached; .*tokenizer=FOLDER"):
+        hf_models.tokenizer("someone/nothing")
 
 
 def test_weights_of_another_model_are_told_with_its_name(tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ def test_a_text_may_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o640
 
 
+@linux
+def test_a_text_that_a_killed_run_left_is_swept_up_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".out.json.corp-abcdefgh").write_text("half")
+    write_text(tmp_path / "out.json", "{}")
+    assert names(tmp_path) == ["out.json"]
+
+
 def test_a_plan_of_megabytes_is_read(tmp_path: Path) -> None:
     content = {"kept": list(range(500_000))}
     write_json(tmp_path / "plan.json", content)
