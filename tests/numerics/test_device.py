@@ -11,6 +11,7 @@ from torch import Tensor
 
 from corp.calibration.head_grams import FoldedHead, HeadGrams, SampledHead
 from corp.numerics import affine, exact, linalg, logit, redundancy, refit, rotary, subspace, values
+from corp.numerics.rank import strongest
 from tests.helpers.places import Place
 from tests.helpers.seeds import seeded
 
@@ -72,7 +73,7 @@ def fitted_logit(put: Callable[[Tensor], Tensor], sums: HeadGrams) -> list[Tenso
 
 def fitted_subspace(_: Callable[[Tensor], Tensor], sums: HeadGrams) -> list[Tensor]:
     fit = subspace.fit_subspace([sums, sums], 3, ridge=1e-3)
-    assert subspace.distortion(sums, fit.A[0], fit.B, subspace.weakest([sums], 3)).J >= 0
+    assert subspace.distortion(sums, fit.A[0], fit.B, strongest([sums.energy()], 3)[1]).J >= 0
     return [fit.A.mT @ fit.B]
 
 

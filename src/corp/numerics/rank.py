@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,3 +36,8 @@ def top(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """(kept, pruned): the `keep` highest scores and the rest, both ascending; ties keep the lower index."""
     order = torch.argsort(scores, descending=True, stable=True)
     return order[:keep].sort().values, order[keep:].sort().values
+
+
+def strongest(energies: Sequence[Tensor], keep: int) -> tuple[Tensor, Tensor]:
+    """(kept, pruned) dimensions of query heads that share their keys, by the sum of their energies E (d, d)."""
+    return top(torch.stack([E.diagonal() for E in energies]).sum(0), keep)

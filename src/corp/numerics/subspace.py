@@ -26,7 +26,6 @@ from torch import Tensor
 from corp.errors import SingularSystemError
 from corp.numerics.affine import Distortion, explained
 from corp.numerics.kronecker import Operator, Total, mean_diagonal, solve, solve_vanishing
-from corp.numerics.rank import top
 
 RAISED = 3  # ridges that a step tries, each a hundred times the one before
 FLOOR = 1e-12  # relative; a smaller variance of keys in a direction counts as zero
@@ -143,12 +142,6 @@ def distortion(head: LogitSums, A: Tensor, B: Tensor, pruned: Tensor) -> Distort
     """
     J, J_uncomp = error(head, A, B), dropped(head, pruned)
     return Distortion(J, J, J_uncomp, explained(J, J_uncomp))
-
-
-def weakest(heads: Sequence[LogitSums], keep: int) -> Tensor:
-    """The dimensions that query heads with the same keys lose if the `keep` strongest of all are kept."""
-    energies = [head.energy().diagonal() for head in heads]
-    return top(torch.stack(energies).sum(0), keep)[1]
 
 
 def dropped(head: LogitSums, pruned: Tensor) -> float:

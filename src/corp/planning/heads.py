@@ -171,8 +171,7 @@ class _Dimensions(Part):
         if self.given is not None:
             return self.given[g], split(self.width, self.given[g])
         with timed("rank"):
-            energies = [self.head(h).energy().diagonal() for h in self.heads(g)]
-            return rank.top(torch.stack(energies).sum(0), self.keep)
+            return rank.strongest([self.head(h).energy() for h in self.heads(g)], self.keep)
 
     def _fits(self, g: int) -> list[tuple[logit.LogitSystem, Tensor]]:
         with timed("compensate"):
@@ -246,12 +245,12 @@ class _Subspaces(Part):
         fit = self.fit(g)
         judged = self.recipe.compensate == "full" and held_out(self.sums)
         unseen = self._judge(g) if judged else [(None, None)] * self.shared
-        pruned = subspace.weakest([self.head(h) for h in self.heads(g)], self.keep)
+        energies = [self.head(h).energy() for h in self.heads(g)]
+        pruned = rank.strongest(energies, self.keep)[1]
         costs = []
         for i, h in enumerate(self.heads(g)):
-            head = self.head(h)
-            distortion = subspace.distortion(head, fit.A[i], fit.B, pruned)
-            costs.append(GroupCost(*distortion, float(head.energy().sum()), *unseen[i]))
+            distortion = subspace.distortion(self.head(h), fit.A[i], fit.B, pruned)
+            costs.append(GroupCost(*distortion, float(energies[i].sum()), *unseen[i]))
         return together(costs)
 
     def _judge(self, g: int) -> list[Shares]:
@@ -261,7 +260,7 @@ class _Subspaces(Part):
         A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
 
         def left(heads: Sequence[HeadGrams]) -> list[float | None]:
-            pruned = subspace.weakest(heads, self.keep)
+            pruned = rank.strongest([head.energy() for head in heads], self.keep)[1]
             return [
                 share(subspace.error(head, a, B), subspace.dropped(head, pruned))
                 for head, a in zip(heads, A, strict=True)
