@@ -9,28 +9,49 @@ from typing import Any
 from corp.calibration.batches import enumerate_batches, size_of
 
 EVERY = 8  # one batch in this many is held out; more if there are very few
-FIRST = 1  # the index of the first held-out batch: of two batches, one is fitted and one is held out
+FIRST = 1  # the index of the first held-out batch if the number of batches is unknown
+APART = 4  # so many held-out batches are two stretches; fewer are one
 
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Every `every`-th batch (or sample) by its index, so that every run of the same data holds out the same."""
+    """The rule for `count` batches (or samples) in a row, so that every run of the same data holds out the same.
 
-    every: int = EVERY
+    Neighbours are often alike: frames of a video, images of a class, parts of a document. A batch between two fitted
+    ones would not be unseen data, so the held-out ones are consecutive. Of enough of them there are two stretches, at
+    the end of either half, in case the data has two sources. If the number is unknown, every eighth is held out.
+    """
+
+    count: int | None = None
 
     @classmethod
     def of(cls, batches: Iterable[Any]) -> HoldOut:
-        """The rule for this data: one batch in EVERY, or one of every few."""
-        count = batch_count(batches)
-        return cls(EVERY if count is None or count >= 2 * EVERY else max(2, count // 2))
+        return cls(batch_count(batches))
+
+    def stretches(self) -> tuple[range, ...]:
+        """The indices that are held out: one in EVERY of a known number, at least two of four, none of one."""
+        count = self.count or 0
+        size = max(-(-count // EVERY), min(2, count // 2)) if count > 1 else 0
+        first = size // 2 if size >= APART else 0
+        return range(count // 2 - first, count // 2), range(count - size + first, count)
 
     def holds(self, index: int) -> bool:
-        return index % self.every == FIRST
+        if self.count is None:
+            return index % EVERY == FIRST
+        return any(index in stretch for stretch in self.stretches())
+
+    @property
+    def share(self) -> float:
+        """The share that is held out."""
+        return sum(map(len, self.stretches())) / self.count if self.count else 1 / EVERY
 
 
 @dataclass
 class HeldBatches:
-    """Held-out batches that are kept during calibration, until they have `samples` samples in total."""
+    """Held-out batches that are kept during calibration, until they have `samples` samples in total.
+
+    If more are held out than are needed, those that are kept are spread evenly over them.
+    """
 
     rule: HoldOut
     samples: int
@@ -38,7 +59,7 @@ class HeldBatches:
     last: int = -1  # index of the last batch kept
 
     def wants(self, index: int) -> bool:
-        return self.rule.holds(index) and index > self.last and sum(map(size_of, self.batches)) < self.samples
+        return index > self.last and self.rule.holds(index) and self._short() and self._in_turn(index)
 
     def offer(self, index: int, batch: Any) -> None:
         """Keep the batch if it is needed; a second pass over the data offers it again."""
@@ -50,6 +71,17 @@ class HeldBatches:
         """Read the needed batches, if there is no calibration pass."""
         for index, _, batch in enumerate_batches(batches, self.wants):
             self.offer(index, batch)
+
+    def _short(self) -> bool:
+        return sum(map(size_of, self.batches)) < self.samples
+
+    def _in_turn(self, index: int) -> bool:
+        """Whether it is the next of those that are spread over all held-out batches; the first tells their size."""
+        held = [i for stretch in self.rule.stretches() for i in stretch]
+        if not held or not self.batches:
+            return True
+        needed = -(-self.samples // max(1, size_of(self.batches[0])))
+        return needed >= len(held) or index >= held[len(self.batches) * len(held) // needed]
 
 
 def batch_count(batches: Iterable[Any]) -> int | None:

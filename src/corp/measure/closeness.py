@@ -175,7 +175,9 @@ class Output(NamedTuple):
 
     @property
     def each(self) -> int:
-        """Answers per sample."""
+        """Answers per sample: one for every token, or for every place of a map (B, C, height, width)."""
+        if self.values.dim() >= 4:
+            return math.prod(self.values.shape[2:])
         return self.values.shape[1] if self.answers and self.values.dim() == 3 else 1
 
     def first(self, samples: int) -> Output:

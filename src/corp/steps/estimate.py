@@ -52,9 +52,9 @@ def _load(
     taken = settings.per_sample(summed(sites), samples)
     counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
     rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
-    fitted = {name: counted[name] * samples * (rule.every - 1) // rule.every for name in linear}
+    fitted = {name: int(counted[name] * samples * (1 - rule.share)) for name in linear}
     searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
-    tried = min(samples_needed(recipe), samples // rule.every)
+    tried = min(samples_needed(recipe), int(samples * rule.share))
     return Load(
         samples,
         tokens,
@@ -64,7 +64,7 @@ def _load(
         tried=tried,
         curves=recipe.has_target and recipe.allocate == GAIN,
         alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
-        tried_alone=frozenset(tried_alone(name for name in linear if not recipe.skips(name))),
+        tried_alone=frozenset(tried_alone(s for s in sites if s.name in linear and not recipe.skips(s.name))),
         refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
     ), machine
 

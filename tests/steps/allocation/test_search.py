@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from corp.calibration.moments import Moments
 from corp.errors import CorpWarning
 from corp.measure.closeness import Closeness, Reference, tensor_of
 from corp.measure.intervals import Interval
+from corp.sites import AttentionSite, MLPSite, Rows, ValueSite
 from corp.steps.allocation import search, sensitivity, trials
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.allocation.sensitivity import measure_sensitivities
@@ -64,17 +66,30 @@ def kept_of(data: Iterable[Tensor], samples: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("count", "held"), [(1, []), (2, [1]), (5, [1, 3]), (12, [1, 7]), (20, [1, 9, 17]), (40, [1, 9, 17, 25, 33])]
+    ("count", "held"),
+    [(1, []), (2, [1]), (3, [2]), (5, [3, 4]), (12, [10, 11]), (20, [17, 18, 19]), (40, [18, 19, 37, 38, 39])],
 )
-def test_held_out_batches_are_every_eighth_and_more_of_few(count: int, held: list[int]) -> None:
+def test_held_out_batches_are_an_eighth_and_more_of_few_in_one_or_two_stretches(count: int, held: list[int]) -> None:
     assert held_of(count) == held
+    assert HoldOut(count).share == len(held) / count
     assert kept_of([torch.full((4, 1), float(i)) for i in range(count)], 512) == held
 
 
-def test_of_much_data_no_more_is_kept_than_is_needed() -> None:
-    data = [torch.full((4, 1), float(i)) for i in range(40)]
-    assert kept_of(data, 8) == [1, 9]
-    assert kept_of(data, 9) == [1, 9, 17]
+def test_of_an_unknown_number_of_batches_every_eighth_is_held_out() -> None:
+    rule = HoldOut.of(iter([None] * 20))
+    assert [index for index in range(20) if rule.holds(index)] == [1, 9, 17]
+    assert rule.share == 1 / 8
+    held = HeldBatches(rule, 8)
+    held.collect(torch.full((4, 1), float(i)) for i in range(20))
+    assert [int(batch[0]) for batch in held.batches] == [1, 9]
+
+
+def test_of_much_data_no_more_is_kept_than_is_needed_and_that_is_spread() -> None:
+    data = [torch.full((4, 1), float(i)) for i in range(160)]
+    assert held_of(160) == [*range(70, 80), *range(150, 160)]
+    assert kept_of(data, 8) == [70, 150]
+    assert kept_of(data, 9) == [70, 76, 153]
+    assert kept_of(data, 4 * 20) == held_of(160)
 
 
 def test_calibration_keeps_the_batches_that_a_search_needs_and_fits_without_them() -> None:
@@ -266,6 +281,8 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
     found = measure_sensitivities(trials.Trials(made, made.recipe, reference, 200, lambda _n: None), 0.5)
     assert set(found) == set(made.curves)
     assert "sensitivities" in watch.stages
+    tried = sensitivity.tried_alone(made.sites[name] for name in made.curves)
+    assert {made.sites[name].kind for name in tried} == {"mlp", "vo"}
     for name, rate in found.items():
         kind = made.sites[name].kind
         others = [site.name for site in made.sites if site.name != name]
@@ -276,19 +293,37 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
         assert rate * float(made.curves[name].errors[keep]) == pytest.approx(moved, rel=1e-3)
 
 
+def mlp_site(name: str) -> MLPSite:
+    return MLPSite(name, (Rows(f"{name}.up", 0, 8),), f"{name}.down")
+
+
 def test_of_a_long_chain_some_sites_are_tried_and_the_others_get_what_lies_between() -> None:
     towers = {tower: [f"{tower}.{i}.mlp" for i in range(40)] for tower in ("text", "image")}
-    names = [*towers["text"], *towers["image"], "pool.mlp"]
-    tried = sensitivity.tried_alone(names)
+    sites = [mlp_site(name) for name in (*towers["text"], *towers["image"], "pool.mlp")]
+    tried = sensitivity.tried_alone(sites)
     assert len(tried) == 2 * sensitivity.MOST + 1
     assert {"text.0.mlp", "text.39.mlp", "image.0.mlp", "image.39.mlp", "pool.mlp"} <= set(tried)
     rates = {name: 0.9**i * (1 if tower == "text" else 100) for tower in towers for i, name in enumerate(towers[tower])}
     rates["pool.mlp"] = 7.0
-    found = sensitivity.filled(names, {name: rates[name] for name in tried})
+    found = sensitivity.filled(sites, {name: rates[name] for name in tried})
     assert found == pytest.approx(rates)
     del rates["text.0.mlp"]  # a site without an error to measure: as its neighbour
-    short = sensitivity.filled(names, {name: rates[name] for name in tried if name in rates})
+    short = sensitivity.filled(sites, {name: rates[name] for name in tried if name in rates})
     assert short["text.1.mlp"] == pytest.approx(rates[tried[1]])
+
+
+def test_values_inside_a_chain_get_the_rate_of_the_mlp_in_their_block() -> None:
+    model = timm.create_model("test_vit", depth=4)
+    sites = [site for site in corp.find_sites(model) if not isinstance(site, AttentionSite)]
+    tried = sensitivity.tried_alone(sites)
+    values = [site.name for site in sites if isinstance(site, ValueSite)]
+    mlps = [site.name for site in sites if isinstance(site, MLPSite)]
+    assert set(tried) == {values[0], values[3], *mlps}
+    rates = {name: float(number + 1) for number, name in enumerate(tried)}
+    found = sensitivity.filled(sites, rates)
+    assert [found[name] for name in values] == [rates[values[0]], rates[mlps[1]], rates[mlps[2]], rates[values[3]]]
+    alone = [site for site in sites if isinstance(site, ValueSite)]  # of MLPs that the recipe skips
+    assert sensitivity.tried_alone(alone) == values
 
 
 def test_few_samples_of_a_reference_compare_the_same_outputs() -> None:

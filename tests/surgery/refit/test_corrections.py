@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from corp.calibration.holdout import HoldOut
 from corp.errors import CorpWarning, ModelError, PlanError
 from corp.numerics.place import Place
 from corp.sites import Mask, MLPSite, Rows
@@ -93,28 +94,28 @@ def block(tokens: int, read: int, batch_first: bool = True) -> Block:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("read", [2, 5])
-@pytest.mark.parametrize("first", [0, 7])
-def test_every_eighth_sample_is_held_out_and_padding_is_no_data(
+@pytest.mark.parametrize("first", [0, 30])
+def test_consecutive_samples_are_held_out_and_padding_is_no_data(
     batch_first: bool, masked: bool, read: int, first: int
 ) -> None:
-    samples, tokens = 10, 5
+    samples, tokens, rule = 10, 5, HoldOut(40)  # of 40 samples 18, 19, 37, 38 and 39
     mask = torch.arange(tokens) < torch.tensor([5, 3] * 5)[:, None] if masked else None
     passage = Passage(masks={MASK: mask}, first=first, samples=samples)
     hidden = torch.zeros((samples, tokens, 2) if batch_first else (tokens, samples, 2))
-    found = split_rows(block(tokens, read, batch_first), passage, hidden)
+    found = split_rows(block(tokens, read, batch_first), passage, hidden, rule)
     for number, (chosen, other) in enumerate(found):
         for rows, inside in ((chosen, True), (other, False)):
             expected = torch.zeros(samples, tokens, dtype=torch.bool)
             for b in range(samples):
                 for t in range(tokens):
                     real = mask is None or bool(mask[b, t])
-                    held = (first + b) % 8 == 1
+                    held = first + b in (18, 19, 37, 38, 39)
                     expected[b, t] = real and held == bool(number) and (t < read) == inside
             assert torch.equal(rows, (expected if batch_first else expected.mT).reshape(-1))
 
 
 def test_longer_texts_than_the_first_are_read_whole() -> None:
-    (chosen, other), _ = split_rows(block(5, 5), Passage(), torch.zeros(3, 8, 2))
+    (chosen, other), _ = split_rows(block(5, 5), Passage(), torch.zeros(3, 8, 2), HoldOut(3))
     assert int(chosen.sum()) == 2 * 8
     assert not bool(other.any())
 
@@ -122,7 +123,7 @@ def test_longer_texts_than_the_first_are_read_whole() -> None:
 def test_masks_of_other_shapes_are_refused() -> None:
     passage = Passage(masks={MASK: torch.ones(3, 4)})
     with pytest.raises(PlanError, match=r"the mask has shape \(3, 4\), the hidden states \(3, 5\)"):
-        split_rows(block(5, 5), passage, torch.zeros(3, 5, 2))
+        split_rows(block(5, 5), passage, torch.zeros(3, 5, 2), HoldOut(3))
 
 
 def test_outputs_keep_their_dtype_and_shape_when_something_is_added() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.holdout import EVERY, FIRST
+from corp.calibration.holdout import HoldOut
 from corp.errors import PlanError
 from corp.numerics.affine import Folded
 from corp.numerics.place import Place, in_float64
@@ -75,11 +75,11 @@ def read_share(block: Block) -> float:
     return READ if block.read < block.tokens else 1.0
 
 
-def split_rows(block: Block, passage: Passage, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+def split_rows(block: Block, passage: Passage, hidden: Tensor, rule: HoldOut) -> list[tuple[Tensor, Tensor]]:
     """Which tokens of the flattened stream are fitted and which held out, each as (read, other), without padding."""
     samples, tokens = hidden.shape[:2] if block.batch_first else hidden.shape[1::-1]
-    number = passage.first + torch.arange(samples, device=hidden.device)
-    held = (number % EVERY == FIRST)[:, None].expand(samples, tokens)
+    apart = [rule.holds(passage.first + i) for i in range(samples)]
+    held = torch.tensor(apart, device=hidden.device)[:, None].expand(samples, tokens)
     masks = [mask for site in block.sites if (mask := passage.masks.get(site.mask)) is not None]  # type: ignore[arg-type]
     real = masks[0].to(hidden.device) if masks else torch.ones_like(held)
     if real.shape != held.shape:

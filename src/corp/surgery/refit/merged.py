@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import Forward, evaluating, run
+from corp.calibration.holdout import HoldOut
 from corp.calibration.hooks import input_of, removing
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
@@ -189,7 +190,7 @@ def _observe(
     site = block.sites[number]
     inputs = projection_at(smaller, site.down).weight.shape[1]
     fit, held = (TokenSums(inputs, targets[0].shape[-1], read_share(block)) for _ in range(2))
-    ends = []
+    ends, rule = [], HoldOut(sum(passage.samples for passage in passages))
     for passage, stream, target in zip(passages, behind, targets, strict=True):
         early = isinstance(site, ValueSite)  # tokens merge after it
         after = stream
@@ -205,6 +206,6 @@ def _observe(
         if not passage.first:
             fit.shift_by(shift_of(fed))
             held.shift_by(shift_of(fed))
-        for sums, chosen in zip((fit, held), split_rows(block, passage, target), strict=True):
+        for sums, chosen in zip((fit, held), split_rows(block, passage, target, rule), strict=True):
             sums.update(fed, gap, *chosen)
     return fit, held, ends

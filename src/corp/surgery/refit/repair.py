@@ -26,6 +26,7 @@ from corp.calibration.batches import (
     run,
     without_cache,
 )
+from corp.calibration.holdout import HoldOut
 from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.moments import shift_of
 from corp.calibration.threads import here
@@ -178,7 +179,7 @@ class Repair:
         layer = projection_at(self.smaller, site.down)
         inputs = layer.weight.shape[1]
         fit, held = (TokenSums(inputs, dense[0].shape[-1], read_share(block)) for _ in range(2))
-        ends = []
+        ends, rule = [], HoldOut(sum(passage.samples for passage in passages))
         for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
             own = block.junctions[number : number + 1]
             stop = not last and not own
@@ -204,7 +205,7 @@ class Repair:
             if not passage.first:
                 fit.shift_by(shift_of(x))
                 held.shift_by(shift_of(x))
-            for sums, rows in zip((fit, held), split_rows(block, passage, hidden), strict=True):
+            for sums, rows in zip((fit, held), split_rows(block, passage, hidden, rule), strict=True):
                 sums.update(x, gap, *rows)
         return fit, held, ends
 
