@@ -20,7 +20,7 @@ from corp.planning.plan import Plan
 from corp.steps.allocation.allocator import Allocation, Allocator, Way
 from corp.steps.allocation.budget import narrowest
 from corp.steps.allocation.curves import Curve, usual_power
-from corp.steps.allocation.split import Split
+from corp.steps.allocation.split import SPREADS, Split
 from corp.steps.allocation.trials import Trials
 from tests.helpers.models import batches, build
 
@@ -97,6 +97,19 @@ def test_a_narrower_spread_is_used_where_its_model_is_nearer(vit: Allocator) -> 
     apart = Judged(vit, recipe, min(widths) - 50)  # the farther apart, the better: nothing is gained
     apart.measure = lambda found: -abs(found.widths[FIRST] - found.widths[SECOND])  # type: ignore[method-assign]
     assert apart.best_spread(way) == way
+
+
+@pytest.mark.parametrize(("divergence", "taken"), [(1.02, SPREADS[-1]), (1.05, None)])
+def test_of_models_that_are_about_equally_near_the_more_even_one_is_used(
+    divergence: float, taken: float | None, vit: Allocator
+) -> None:
+    recipe = Recipe(target_macs=0.7, round_to=1)
+    vit = first_matters_less(vit)
+    free = vit.allocate(recipe)
+    way = Way(free.why["allocation"]["queries"], free.why["allocation"]["power"])
+    judged = Judged(vit, recipe, 0)
+    judged.measure = lambda found: 1.0 if found.widths == free.widths else divergence  # type: ignore[method-assign]
+    assert judged.best_spread(way).spread == taken
 
 
 def test_the_share_of_queries_follows_the_budget(vit: Allocator) -> None:

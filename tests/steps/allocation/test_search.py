@@ -19,7 +19,7 @@ from corp.errors import CorpWarning
 from corp.measure.closeness import Closeness, Reference, tensor_of
 from corp.measure.intervals import Interval
 from corp.sites import AttentionSite, MLPSite, Rows, ValueSite
-from corp.steps.allocation import search, sensitivity, trials
+from corp.steps.allocation import search, sensitivity, split, trials
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.allocation.sensitivity import measure_sensitivities
 from corp.surgery.apply import narrowed_copy
@@ -252,14 +252,14 @@ def kl(model: torch.nn.Module, dense: torch.nn.Module, data: list[Tensor]) -> fl
     return float((p.exp() * (p - q)).sum(1).mean())
 
 
-def test_the_split_that_is_taken_is_the_best_that_was_tried() -> None:
+def test_the_split_that_is_taken_is_the_best_that_was_tried_or_nearly_so_and_more_even() -> None:
     model, data = build("vit"), batches("vit", 10, 20)
     recipe = Recipe(target_macs=0.7, sequential=False)
     result = corp.prune(model, data, recipe)
     why, taken = result.plan.why["split"], result.plan.why["allocation"]
-    best = min(why["tried"], key=lambda one: one["divergence"])
     told = ("queries", "power", "measured", "spread")
-    assert [best.get(key) for key in told] == [taken.get(key) for key in told]
+    (best,) = [one for one in why["tried"] if [one.get(key) for key in told] == [taken.get(key) for key in told]]
+    assert best["divergence"] <= split.EVENER * min(one["divergence"] for one in why["tried"])
     assert any("measured" in one for one in why["tried"])
     assert len({one["queries"] for one in why["tried"] if "queries" in one}) > 1
     assert [one for one in why["tried"] if "queries" not in one] == [one for one in why["tried"] if "allocate" in one]
