@@ -28,7 +28,7 @@ class HoldOut:
     def of(cls, batches: Iterable[Any]) -> HoldOut:
         return cls(batch_count(batches))
 
-    def stretches(self) -> tuple[range, ...]:
+    def stretches(self) -> tuple[range, range]:
         """The indices that are held out: one in EVERY of a known number, at least two of four, none of one."""
         count = self.count or 0
         size = max(-(-count // EVERY), min(2, count // 2)) if count > 1 else 0
@@ -77,11 +77,13 @@ class HeldBatches:
 
     def _in_turn(self, index: int) -> bool:
         """Whether it is the next of those that are spread over all held-out batches; the first tells their size."""
-        held = [i for stretch in self.rule.stretches() for i in stretch]
+        first, second = self.rule.stretches()
+        held = len(first) + len(second)
         if not held or not self.batches:
             return True
-        needed = -(-self.samples // max(1, size_of(self.batches[0])))
-        return needed >= len(held) or index >= held[len(self.batches) * len(held) // needed]
+        needed = max(len(self.batches) + 1, -(-self.samples // max(1, size_of(self.batches[0]))))
+        place = len(self.batches) * held // needed if needed < held else 0
+        return index >= (first[place] if place < len(first) else second[place - len(first)])
 
 
 def batch_count(batches: Iterable[Any]) -> int | None:

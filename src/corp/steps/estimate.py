@@ -53,6 +53,7 @@ def _load(
     counted = {name: min(tokens[name], n or tokens[name]) for name, n in taken.items()}
     rule, single = HoldOut.of(batches or ()), batches is None or (batch_count(batches) or 2) < 2
     fitted = {name: int(counted[name] * samples * (1 - rule.share)) for name in linear}
+    alone = [site for site in sites if not isinstance(site, AttentionSite) and not recipe.skips(site.name)]
     searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
     tried = min(samples_needed(recipe), int(samples * rule.share))
     return Load(
@@ -64,7 +65,7 @@ def _load(
         tried=tried,
         curves=recipe.has_target and recipe.allocate == GAIN,
         alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
-        tried_alone=frozenset(tried_alone(s for s in sites if s.name in linear and not recipe.skips(s.name))),
+        tried_alone=frozenset(tried_alone(alone)),
         refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
     ), machine
 

@@ -16,7 +16,7 @@ from corp import CorpError, Recipe
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.moments import Moments
 from corp.errors import CorpWarning
-from corp.measure.closeness import Closeness, Reference, tensor_of
+from corp.measure.closeness import Closeness, Output, Reference, tensor_of
 from corp.measure.intervals import Interval
 from corp.sites import AttentionSite, MLPSite, Rows, ValueSite
 from corp.steps.allocation import search, sensitivity, split, trials
@@ -281,7 +281,7 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
     found = measure_sensitivities(trials.Trials(made, made.recipe, reference, 200, lambda _n: None), 0.5)
     assert set(found) == set(made.curves)
     assert "sensitivities" in watch.stages
-    tried = sensitivity.tried_alone(made.sites[name] for name in made.curves)
+    tried = sensitivity.tried_alone([made.sites[name] for name in made.curves])
     assert {made.sites[name].kind for name in tried} == {"mlp", "vo"}
     for name, rate in found.items():
         kind = made.sites[name].kind
@@ -322,8 +322,17 @@ def test_values_inside_a_chain_get_the_rate_of_the_mlp_in_their_block() -> None:
     rates = {name: float(number + 1) for number, name in enumerate(tried)}
     found = sensitivity.filled(sites, rates)
     assert [found[name] for name in values] == [rates[values[0]], rates[mlps[1]], rates[mlps[2]], rates[values[3]]]
+    del rates[mlps[1]]  # an MLP without an error to measure: its values get what lies between its neighbours
+    between = (rates[mlps[0]] * rates[mlps[2]]) ** 0.5
+    assert sensitivity.filled(sites, rates)[values[1]] == pytest.approx(between)
     alone = [site for site in sites if isinstance(site, ValueSite)]  # of MLPs that the recipe skips
     assert sensitivity.tried_alone(alone) == values
+
+
+def test_a_map_has_an_answer_at_every_place() -> None:
+    assert Output(torch.zeros(2, 3, 4, 5), None, answers=False).each == 20
+    assert Output(torch.zeros(2, 7, 5), None, answers=True).each == 7
+    assert Output(torch.zeros(2, 7, 5), None, answers=False).each == 1  # pooled over tokens
 
 
 def test_few_samples_of_a_reference_compare_the_same_outputs() -> None:
