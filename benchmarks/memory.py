@@ -41,9 +41,9 @@ SHAPES = {
 def row(name: str, shape: Shape) -> tuple[str, ...]:
     mlp = MLPSite("mlp", (Rows("up", 0, shape.hidden),), "down")
     side = Rows("qk", 0, shape.heads * shape.width)
-    turned = Rotary(shape.width) if shape.rotary else None
+    rotated = Rotary(shape.width) if shape.rotary else None
     causal = shape.rotary or name.startswith("OPT")
-    attention = AttentionSite("attn", side, side, shape.heads, PackedAttention, causal=causal, rotary=turned)
+    attention = AttentionSite("attn", side, side, shape.heads, PackedAttention, causal=causal, rotary=rotated)
     cells = [human(shape.layers * site_bytes(mlp, None))]
     for samples in (128, 1000, None):
         cells.append(human(shape.layers * site_bytes(attention, samples)))

@@ -88,8 +88,8 @@ def _errors(model: Any, pruned: Any, site: AttentionSite, batch: dict[str, Tenso
         attention = which.get_submodule(site.name)
         q, k = next((q, k) for module, q, k in calls if module is attention)
         k = k.repeat_interleave(site.heads // site.groups, dim=1)
-        turned = attention.turned if isinstance(attention, NarrowAttention) else site.rotary_dims
-        parts.append([q[..., s] @ k[..., s].mT for s in (slice(0, turned), slice(turned, None))])
+        rotated = attention.rotary_width if isinstance(attention, NarrowAttention) else site.rotary_dims
+        parts.append([q[..., s] @ k[..., s].mT for s in (slice(0, rotated), slice(rotated, None))])
     n = batch["input_ids"].shape[1]
     real = batch.get("attention_mask", torch.ones(5, n)).bool()
     exact = torch.ones(n, n, dtype=torch.bool).tril()

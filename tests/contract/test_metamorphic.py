@@ -104,11 +104,11 @@ def test_exact_elimination_does_not_depend_on_the_order_of_channels(family: str)
 
 @pytest.mark.parametrize("family", SOME)
 def test_subspaces_do_not_depend_on_the_basis_of_heads(family: str) -> None:
-    """Queries and keys turned by one rotation per head, values by another: the same products are left."""
+    """Queries and keys rotated by one matrix per head, values by another: the same products are left."""
     model, data, recipe = case(family, mlp=0.0, attn_basis="subspace", vo_basis="subspace")
-    turned, _ = changed(model, "attn vo", rotation(seeded(9)))
-    assert_close(run(turned, data[0]), run(model, data[0]))
-    made = [pruned(m, calibrate(m, data), recipe) for m in (model, turned)]
+    rotated, _ = changed(model, "attn vo", rotation(seeded(9)))
+    assert_close(run(rotated, data[0]), run(model, data[0]))
+    made = [pruned(m, calibrate(m, data), recipe) for m in (model, rotated)]
     assert_close(run(made[1][1], data[0]), run(made[0][1], data[0]), 1e-6)
     assert_same_costs(made[0][0], made[1][0], ("J", "J_star", "energy"))  # without compensation the basis matters
 

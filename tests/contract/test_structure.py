@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import corp
 from corp.adapters import proof
-from corp.adapters.settle import settle
+from corp.adapters.verify import verify
 from corp.sites import MLPSite, Refusal, Rows
 from corp.testing import check_model
 from tests.helpers.hf_models import IMAGE, TEXT
@@ -150,11 +150,11 @@ def test_a_broken_promise_is_told() -> None:
     assert not all(row.passed for row in rows)
 
 
-# Wrong claims. Each is tried out by `settle` alone, as if structure had pointed there.
+# Wrong claims. Each is tried out by `verify` alone, as if structure had pointed there.
 
 
 def refused(model: nn.Module, batch: Tensor, site: Any) -> list[Refusal]:
-    return settle(model, lambda: model(batch), [], [site]).refused
+    return verify(model, lambda: model(batch), [], [site]).refused
 
 
 class Between(nn.Module):

@@ -74,8 +74,8 @@ class Deci:
     @staticmethod
     def turn(x: Tensor, angles: Tensor) -> Tensor:
         """Pairs (j, j + width/2), as one complex number each."""
-        turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([turned.real, turned.imag], -1)
+        rotated = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([rotated.real, rotated.imag], -1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         power = x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]

@@ -125,6 +125,6 @@ def test_dead_values_have_a_basis_of_ordinary_size(dead: list[int]) -> None:
     W, mean, cov = moments(dead)
     basis = values.value_basis(W, cov, heads=2, groups=2, keep=2, ridge=1e-3)
     torch.testing.assert_close(basis.to @ basis.back, torch.eye(3, dtype=torch.float64).expand(2, 3, 3))
-    turned = values.turn(W, mean, cov, basis, 2)
-    torch.testing.assert_close(turned.W @ turned.mean, W @ mean)
+    rotated = values.rotate(W, mean, cov, basis, 2)
+    torch.testing.assert_close(rotated.W @ rotated.mean, W @ mean)
     assert float(basis.to.abs().max()) < 1e3

@@ -91,8 +91,8 @@ def in_value_basis(put: Callable[[Tensor], Tensor], _: HeadGrams) -> list[Tensor
     basis = values.value_basis(W, cov, HEADS, HEADS, KEEP, ridge=1e-3)
     kept = values.kept_inputs([put(indices(*range(KEEP)))] * HEADS, D // HEADS, HEADS)
     leading = basis.to[:, :KEEP]
-    turned = values.turn(W, mean, cov, basis, HEADS)
-    return [kept, leading.mT @ torch.linalg.solve(leading @ leading.mT, leading), turned.W @ turned.mean]
+    rotated = values.rotate(W, mean, cov, basis, HEADS)
+    return [kept, leading.mT @ torch.linalg.solve(leading @ leading.mT, leading), rotated.W @ rotated.mean]
 
 
 def refitted(put: Callable[[Tensor], Tensor], _: HeadGrams) -> list[Tensor]:

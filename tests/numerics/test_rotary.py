@@ -17,7 +17,7 @@ P, N, D = 5, 7, 11  # pairs, tokens, model width
 
 
 def rotated(x: Tensor, frequencies: Tensor) -> Tensor:
-    """(n, 2p): token m's pairs, as complex numbers, turned by m times the frequency."""
+    """(n, 2p): token m's pairs, as complex numbers, rotated by m times the frequency."""
     z = torch.complex(x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :])
     z = z * torch.polar(torch.ones(1, dtype=x.dtype), torch.arange(len(x))[:, None] * frequencies)
     return torch.cat([z.real, z.imag], -1)
@@ -110,7 +110,7 @@ def test_elimination_drops_what_costs_least_at_every_step(samples: list[tuple[Te
 
 def test_a_pair_that_repeats_another_is_eliminated_without_loss() -> None:
     q, k = torch.randn(2, 20, 2 * P, dtype=torch.float64)
-    for x in (q, k):  # pair 3 is pair 1, turned by a fixed angle
+    for x in (q, k):  # pair 3 is pair 1, rotated by a fixed angle
         z = torch.complex(x[:, 1], x[:, 1 + P]) * torch.polar(torch.tensor(2.0), torch.tensor(0.7)).to(torch.complex128)
         x[:, 3], x[:, 3 + P] = z.real, z.imag
     A = rotary.pair_moments(q.mT @ q, k.mT @ k)

@@ -116,11 +116,11 @@ def test_the_layer_does_the_same_in_another_basis(groups: int, tokens: Tensor, W
     to = torch.randn(groups, WIDTH, WIDTH, generator=seeded(5), dtype=torch.float64)
     x = tokens + torch.arange(D)
     mean = x.mean(0)
-    turned = values.turn(W, mean, cov_of(x - mean), Basis(to, torch.linalg.inv(to)), HEADS)
+    found = values.rotate(W, mean, cov_of(x - mean), Basis(to, torch.linalg.inv(to)), HEADS)
     rotated = torch.cat([part @ to[h * groups // HEADS].mT for h, part in enumerate(split(x))], 1)
-    torch.testing.assert_close(turned.mean, rotated.mean(0))
-    torch.testing.assert_close(turned.cov, torch.cov(rotated.mT, correction=0))
-    torch.testing.assert_close(rotated @ turned.W.mT, x @ W.mT)
+    torch.testing.assert_close(found.mean, rotated.mean(0))
+    torch.testing.assert_close(found.cov, torch.cov(rotated.mT, correction=0))
+    torch.testing.assert_close(rotated @ found.W.mT, x @ W.mT)
 
 
 def test_kept_inputs_are_counted_over_all_query_heads() -> None:

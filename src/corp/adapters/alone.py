@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from corp.adapters.linears import in_features, is_linear
-from corp.adapters.settle import settle
 from corp.adapters.structure import Claim
+from corp.adapters.verify import verify
 from corp.calibration.batches import placement
 from corp.calibration.hooks import block_of
 from corp.sites import Refusal, Site, is_pointwise, layers_of
@@ -93,7 +93,7 @@ def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed:
     for shape in shapes:
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         try:
-            outcome = settle(model, partial(module, x, **_nothing_else(module)), claims, fixed, readings=True)
+            outcome = verify(model, partial(module, x, **_nothing_else(module)), claims, fixed, readings=True)
         except Exception:  # it takes something else: undecided
             continue
         return [site for site in outcome.sites if site.name in outcome.proven]

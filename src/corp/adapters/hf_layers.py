@@ -114,8 +114,8 @@ def attention_sites(model: nn.Module, layer: str, owner: str, entry: Attention, 
     if (dense_class.__module__, dense_class.__name__) != (family.path, entry.cls):
         yield from _refused(name, down, f"{type(module).__module__}.{type(module).__name__} is not understood")
         return
-    turned = issubclass(entry.convention, RotaryAttention)
-    if turned and before:
+    rotated = issubclass(entry.convention, RotaryAttention)
+    if rotated and before:
         yield from _refused(name, down, "this rotary attention was narrowed already; prune the dense model instead")
         return
     problem = entry.refuse(module) or not_plain(module, *(part for part, _ in names.parts), *names.out[:1])
@@ -137,8 +137,8 @@ def attention_sites(model: nn.Module, layer: str, owner: str, entry: Attention, 
         causal=causal,
         window=entry.window(module),
         kv_heads=None if kv_heads == heads else kv_heads,
-        rotary=Rotary(rotated_dims(module)) if turned else None,
-        scale=getattr(module, names.scale) if turned and names.scale else 1.0,
+        rotary=Rotary(rotated_dims(module)) if rotated else None,
+        scale=getattr(module, names.scale) if rotated and names.scale else 1.0,
         norm=_norm(module, name, entry),
     )
     if problem := not_plain(model, down):

@@ -16,9 +16,9 @@ from corp.adapters.mlps import experts, mlps
 from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.notes import latent_attentions, noted, told_outside
 from corp.adapters.scope import lone_blocks
-from corp.adapters.settle import Outcome, first_ways, is_bare, joined, settle
 from corp.adapters.sharing import why_shared
 from corp.adapters.structure import Claim, claim_attention
+from corp.adapters.verify import Outcome, first_ways, is_bare, joined, verify
 from corp.adapters.wrappers import inside_wrappers, wrapped_mlps
 from corp.calibration.batches import Forward, feed, require_runs
 from corp.errors import CorpError, ModelError
@@ -171,7 +171,7 @@ def _try(
 ) -> tuple[list[Claim], list[Site]]:
     """Try one input; sites that it does not reach stay open. An example that the model does not accept is ignored."""
     try:
-        outcome = settle(model, run, claims, fixed, readings=not strict)
+        outcome = verify(model, run, claims, fixed, readings=not strict)
     except CorpError:
         raise
     except Exception:

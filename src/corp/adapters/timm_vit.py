@@ -104,7 +104,7 @@ def _after_the_average(attention: Any) -> str | None:
     if not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity):
         return "a norm before the output projection mixes all values"
     if getattr(attention, "gate", None) is not None:
-        return "a gate has a factor for every value dimension, which cannot be turned with them"
+        return "a gate has a factor for every value dimension, which cannot be rotated with them"
     return None
 
 

@@ -66,8 +66,8 @@ class PairSums:
         for q_all, k_all in same_lengths(q, k, mask):
             q_part, k_part = q_all[..., :own], k_all[..., :own]
             self.tokens += q_part.shape[0] * q_part.shape[2]
-            turned = q_part[..., : self.width], k_part[..., : self.width]
-            blocks = query_blocks(*turned, *((PAIR_BLOCKS, window) if causal else (1, None)))
+            rotated = q_part[..., : self.width], k_part[..., : self.width]
+            blocks = query_blocks(*rotated, *((PAIR_BLOCKS, window) if causal else (1, None)))
             for asking, g_k in with_key_grams(blocks):
                 self.raw += self._added(pair_moments(asking.mT @ asking, self._repeated(g_k)).sum(0))
             sampled = looked_at_of(q_part.shape[2], causal, window, queries)

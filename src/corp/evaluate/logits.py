@@ -73,16 +73,16 @@ class LogitErrors:
 
     def __init__(self, site: AttentionSite, site_plan: SitePlan, *, weighted: bool) -> None:
         self.site, self.weighted, self.centred = site, weighted, site_plan.basis == SUBSPACE
-        self.turned = int((site_plan.indices()[0] < site.rotary_dims).sum())  # rotated dimensions that are kept
-        left = site_plan.keep - self.turned
+        self.rotary_width = int((site_plan.indices()[0] < site.rotary_dims).sum())  # rotated dimensions that are kept
+        left = site_plan.keep - self.rotary_width
         if site.padded:  # zeros where something was removed
-            self.turned, left = site.rotary_dims, site.plain_width
+            self.rotary_width, left = site.rotary_dims, site.plain_width
         self.rotated = 0.0
         self.plain = Grams(site.heads, site.plain_width + left) if site.plain_width else None
 
     def add(self, dense: Heads, narrow: Heads) -> None:
         """Add the squared differences, which are the logits of (q, q') with (k, -k')."""
-        site, old, new = self.site, self.site.rotary_dims, self.turned
+        site, old, new = self.site, self.site.rotary_dims, self.rotary_width
         q = dense.q, narrow.q
         k = [x.repeat_interleave(site.heads // site.groups, dim=1) for x in (dense.k, -narrow.k)]
         if site.rotary:
@@ -98,8 +98,8 @@ class LogitErrors:
         q_all, k_all = (torch.cat(x, -1).double() for x in (list(q), k))
         for q_part, k_part in same_lengths(q_all, k_all, dense.q_mask):
             (q_old, q_new), (k_old, k_new) = (x.tensor_split([site.width], -1) for x in (q_part, k_part))
-            asking = torch.cat([q_old[..., : site.rotary_dims], q_new[..., : self.turned]], -1)
-            asked = torch.cat([k_old[..., : site.rotary_dims], k_new[..., : self.turned]], -1)
+            asking = torch.cat([q_old[..., : site.rotary_dims], q_new[..., : self.rotary_width]], -1)
+            asked = torch.cat([k_old[..., : site.rotary_dims], k_new[..., : self.rotary_width]], -1)
             if not self.weighted:
                 blocks = query_blocks(asking, asked, *((PAIR_BLOCKS, site.window) if dense.causal else (1, None)))
                 for queries, g_k in with_key_grams(blocks):

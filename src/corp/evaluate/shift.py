@@ -174,7 +174,7 @@ def _linear(
         basis = choose(site, planned.keep, here, stats.moments_of(site.name).total(), recipe).basis
         kept = values.kept_inputs(planned.indices(), site.width, site.heads)
         if basis is not None:
-            here, there = (Layer(*values.turn(*layer, basis, site.heads)) for layer in (here, there))
+            here, there = (Layer(*values.rotate(*layer, basis, site.heads)) for layer in (here, there))
     pruned = split(site.inputs, kept)
     seen, new = (affine.removal(*layer, kept, pruned) for layer in (here, there))
     fit, best = fit_linear(seen, recipe.compensate, planned.ridge), affine.best_affine(new)

@@ -33,7 +33,7 @@ class Basis(NamedTuple):
     back: Tensor  # (G, d, d)
 
 
-class Turned(NamedTuple):
+class Rotated(NamedTuple):
     """The output projection and the moments of its input, in another basis."""
 
     W: Tensor  # (o, H d)
@@ -56,7 +56,7 @@ def value_basis(W: Tensor, cov: Tensor, heads: int, groups: int, keep: int, *, r
     return basis
 
 
-def turn(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Turned:
+def rotate(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Rotated:
     """The layer on rotated inputs: W T^-1, T mu, T Sigma T^T."""
     shared = heads // len(basis.to)
     to, back = (part.repeat_interleave(shared, dim=0) for part in basis)  # (H, d, d)
@@ -64,8 +64,8 @@ def turn(W: Tensor, mean: Tensor, cov: Tensor, basis: Basis, heads: int) -> Turn
     half = (to @ cov.view(heads, d, D)).view(D, D)
     whole = (to @ half.mT.reshape(heads, d, D)).view(D, D)
     W_h = W.view(len(W), heads, d).transpose(0, 1)  # (H, o, d)
-    turned = (W_h @ back).transpose(0, 1).reshape(len(W), D)
-    return Turned(turned, (to @ mean.view(heads, d, 1)).view(D), whole.mT)
+    rotated = (W_h @ back).transpose(0, 1).reshape(len(W), D)
+    return Rotated(rotated, (to @ mean.view(heads, d, 1)).view(D), whole.mT)
 
 
 def kept_inputs(kept: list[Tensor], width: int, heads: int) -> Tensor:
@@ -79,7 +79,7 @@ def _sweep(W: Tensor, cov: Tensor, basis: Basis, heads: int, keep: int, ridge: f
     groups, d, _ = basis.to.shape
     shared = heads // groups
     to, back = (part.clone() for part in basis)
-    W, _, cov = turn(W, W.new_zeros(len(cov)), cov, basis, heads)
+    W, _, cov = rotate(W, W.new_zeros(len(cov)), cov, basis, heads)
     cross = W @ cov  # (o, H d)
     places = torch.arange(heads * d, device=W.device).view(groups, shared, d)
     for g in range(groups):

@@ -45,9 +45,9 @@ def layer_of(down: Projection, moments: Moments, intercept: bool) -> Layer:
     return Layer(down.weight.to(cov), mean, cov)
 
 
-def turned(layer: Layer, choice: Choice, heads: int) -> Layer:
+def rotated(layer: Layer, choice: Choice, heads: int) -> Layer:
     """The layer in the basis of the choice."""
-    return layer if choice.basis is None else Layer(*values.turn(*layer, choice.basis, heads))
+    return layer if choice.basis is None else Layer(*values.rotate(*layer, choice.basis, heads))
 
 
 def plan_linear(
@@ -67,11 +67,11 @@ def plan_linear(
     whole = layer_of(down, moments, intercept)
     choice = choose(site, keep, whole, moments, recipe, path)
     kept, pruned = _inputs(site, choice.groups)
-    here = turned(whole, choice, heads_in(site))
+    here = rotated(whole, choice, heads_in(site))
     del whole
 
     def layer(part: Moments) -> Layer:
-        return turned(layer_of(down, part, intercept), choice, heads_in(site))
+        return rotated(layer_of(down, part, intercept), choice, heads_in(site))
 
     with timed("compensate"):
         given = affine.removal(*here, kept, pruned)
@@ -114,7 +114,7 @@ def fold_linear(
 def fold_choice(site: LinearSite, choice: Choice, down: Projection, layer: Layer, recipe: Recipe) -> LinearFold:
     """The layer, narrowed to the choice, with the compensation folded in."""
     kept, pruned = _inputs(site, choice.groups)
-    here = turned(layer, choice, heads_in(site))
+    here = rotated(layer, choice, heads_in(site))
     fit, choice = fit_choice(affine.removal(*here, kept, pruned), choice, recipe)
     return _fold(here, down, kept, fit, choice)
 

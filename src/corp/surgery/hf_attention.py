@@ -168,9 +168,9 @@ class RotaryAttention(NarrowAttention):
         dims = rotated_dims(dense)
         if kept is None:  # all of them
             kept = torch.arange(self.qk_dim).repeat(self.kv_count, 1)
-        self.turned = int((kept[0] < dims).sum())
+        self.rotary_width = int((kept[0] < dims).sum())
         device = next(self.parameters()).device
-        self.register_buffer("frequencies", kept[:, : self.turned].to(device), persistent=False)
+        self.register_buffer("frequencies", kept[:, : self.rotary_width].to(device), persistent=False)
 
     def forward(  # type: ignore[override]
         self,
@@ -206,8 +206,8 @@ class RotaryAttention(NarrowAttention):
         return getattr(self, of_queries)(q), getattr(self, of_keys)(k)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : self.turned], x[..., self.turned :]
-        return torch.cat([rotate(turned, cos, sin), rest], -1) if rest.shape[-1] else rotate(turned, cos, sin)
+        rotated, rest = x[..., : self.rotary_width], x[..., self.rotary_width :]
+        return torch.cat([rotate(rotated, cos, sin), rest], -1) if rest.shape[-1] else rotate(rotated, cos, sin)
 
 
 def rotated_dims(attention: Any) -> int:

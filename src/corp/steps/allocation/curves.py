@@ -79,7 +79,7 @@ def _routed(site: LinearSite, moments: Moments) -> float:
 def _value_errors(site: ValueSite, layer: Layer, recipe: Recipe) -> Tensor:
     """The predicted squared output error of the values alone at width 0, 1 … D, compensated."""
     basis = values.value_basis(layer.W, layer.cov, site.heads, site.groups, site.width, ridge=recipe.ridge)
-    rotated = Layer(*values.turn(*layer, basis, site.heads))
+    rotated = Layer(*values.rotate(*layer, basis, site.heads))
     steps = min(VALUE_WIDTHS, site.width)
     known = sorted({round(i * site.width / steps) for i in range(1, steps + 1)})
     errors = [affine.output_energy(layer.W, torch.zeros_like(layer.mean), layer.cov)]

@@ -108,8 +108,8 @@ class Exports:
         narrower = self._narrower(recipe)
         if target in (ONNX, PT2) or all(site.kind == "mlp" or site.name not in narrower for site in self.sites):
             return False
-        turned = any(site.rotary for site in self.sites.attention)
-        alike = recipe.equal_heads and (recipe.rotary == SHARED or not turned)
+        rotated = any(site.rotary for site in self.sites.attention)
+        alike = recipe.equal_heads and (recipe.rotary == SHARED or not rotated)
         return target == COMPAT or not (alike and self._holds_heads(target))
 
     def _holds_heads(self, target: str) -> bool:

@@ -34,7 +34,7 @@ class Outcome:
     unmoved: set[str] = field(default_factory=set)
 
 
-def settle(
+def verify(
     model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site], *, readings: bool = False
 ) -> Outcome:
     """Verify the claims and the sites `fixed` on the input that `run` passes through the model.
