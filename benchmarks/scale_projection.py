@@ -64,7 +64,7 @@ def operations(model: Model, workers: int) -> dict[str, tuple[float, float]]:
     eliminated = model.layers * (4 / 3 + 1) * model.mlp**3  # four Cholesky factorisations, and the products W^T W
     fits = model.layers * (KEPT * model.mlp) ** 2 * (KEPT * model.mlp / 3 + 4 * model.stream)
     share = -(-model.layers // workers) / model.layers  # whole sites
-    refitted = (1 + 1.6 * KEPT) * once + model.layers * TOKENS * (KEPT * model.mlp) ** 2
+    refitted = (1 + 1.1 * KEPT) * once + model.layers * TOKENS * (KEPT * model.mlp) ** 2
     return {
         "calibrate": ((once + sums) / workers, 0.0),
         "search": (TRIALS * HELD * KEPT * once, share * eliminated + TRIALS * fits),

@@ -117,18 +117,18 @@ def test_samples_are_spread_over_the_data(available: int, wanted: list[int]) -> 
 
 
 def test_memory_for_the_streams_outputs_and_last_input_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample of 3 tokens and 4 channels takes 48 bytes: four streams, one output, and an input of twice the width."""
+    """A sample of 3 tokens and 4 channels takes 48 bytes: five streams, one output, and an input of twice the width."""
     monkeypatch.setattr(recording, "free_bytes", lambda _device: 1000)
     made = recorder()
     feed(made, batches(1))
-    assert made.affordable == pytest.approx(1000 / 2 / (48 * (4 + 1 + 2)))
+    assert made.affordable == pytest.approx(1000 / 2 / (48 * (5 + 1 + 2)))
     feed(made, batches(1))
-    assert made.full  # two samples are more than 1.5
+    assert made.full  # two samples are more than 1.3
     assert math.isinf(recorder().affordable)
 
 
-@pytest.mark.parametrize(("available", "free", "fits"), [(100, 48 * 7 * 5, True), (100, 48 * 7 * 5 - 1, False),
-                                                        (3, 48 * 7 * 3, True)])  # fmt: skip
+@pytest.mark.parametrize(("available", "free", "fits"), [(100, 48 * 8 * 5, True), (100, 48 * 8 * 5 - 1, False),
+                                                        (3, 48 * 8 * 3, True)])  # fmt: skip
 def test_a_request_that_memory_cannot_hold_is_refused(
     available: int, free: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

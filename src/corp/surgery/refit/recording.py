@@ -20,7 +20,7 @@ from corp.surgery.refit.replay import Block, Passage, Run, record, refusal
 
 TOKENS, PER_INPUT = 65_536, 64  # in the streams by default: at least so many, and so many per layer input
 READ_SAMPLES = 512  # if only some tokens are read, such as a class token: so many samples, for twice the tokens
-STREAMS = 4  # hidden states held per sample, besides the outputs of a block's sites and the input of its last
+STREAMS = 5  # hidden states held per sample, besides the outputs of a block's sites and the input of its last
 
 
 def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:

@@ -52,6 +52,7 @@ from corp.surgery.refit.replay import (
     stream_of,
     watching,
 )
+from corp.surgery.refit.shortcuts import Shortcuts, finding, has_shortcut, taking
 
 EXAMINED = 2  # samples on which the blocks are found
 
@@ -146,16 +147,18 @@ class Repair:
             targets.append({**{name: one.y for name, one in seen.items()}, **met})
         ends: list[tuple[Tensor, Tensor]] = []
         change: Folded | None = None
+        shortcuts: list[Shortcuts] = [{} for _ in passages]
         for number, site in enumerate(block.sites):
             if not self.recipe.skips(site.name):
                 with at_site(site):
-                    fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind)
+                    fit, held, ends = self._observe(block, number, passages, dense, pruned, targets, behind, shortcuts)
                     change = self._correct(site, block.scales[number], fit, held)
         if ends:  # the block ran to its end: the effect of its last layer's correction is added without another pass
             pruned[:] = [output if change is None else added(output, x, *change) for output, x in ends]
             return behind
         for i, passage in enumerate(passages):
-            pruned[i] = drive(self.smaller, block.name, passage.pruned_call(block.name), pruned[i])
+            with taking(self.smaller, shortcuts[i]):
+                pruned[i] = drive(self.smaller, block.name, passage.pruned_call(block.name), pruned[i])
         return behind
 
     def _observe(
@@ -167,12 +170,14 @@ class Repair:
         pruned: Sequence[Tensor],
         targets: Sequence[dict[str, Tensor]],
         behind: Sequence[Tensor],
+        shortcuts: Sequence[Shortcuts],
     ) -> tuple[TokenSums, TokenSums, list[tuple[Tensor, Tensor]]]:
         """The sums of the input of a site's layer in the pruned model and of the gap after it: fitted, held out.
 
         If the fit has no intercept, tokens are weighted by the inverse size of their stream, as the next norm divides
         by it; otherwise the first token of a text, which may be a thousand times as large, would dominate the fit.
         If the site is the last that adds to the stream, the block's output and that layer's input are returned too.
+        Attentions take the shortcuts of earlier passes, and this pass adds its own.
         """
         site = block.sites[number]
         last = number == len(block.sites) - 1 and not block.junctions
@@ -180,14 +185,19 @@ class Repair:
         inputs = layer.weight.shape[1]
         fit, held = (TokenSums(inputs, dense[0].shape[-1], read_share(block)) for _ in range(2))
         ends, rule = [], HoldOut(sum(passage.samples for passage in passages))
-        for passage, ahead, hidden, target, after in zip(passages, dense, pruned, targets, behind, strict=True):
-            own = block.junctions[number : number + 1]
-            stop = not last and not own
+        own = block.junctions[number : number + 1]
+        stop, shorter = not last and not own, has_shortcut(site)
+        for passage, ahead, hidden, target, after, known in zip(
+            passages, dense, pruned, targets, behind, shortcuts, strict=True
+        ):
             with (
-                watching(self.smaller, block.sites, inputs=site.name, stop=stop) as seen,
+                taking(self.smaller, known),
+                watching(self.smaller, block.sites, inputs=site.name, stop=stop and not shorter) as seen,
+                finding(self.smaller, site, stop=stop) as found,
                 meeting(self.smaller, own, stop=True) as met,
             ):
                 output = drive(self.smaller, block.name, passage.pruned_call(block.name), hidden)
+            known |= found
             if own:
                 gap = tokens_of(target[own[0]]) - tokens_of(met[own[0]])
             else:
