@@ -109,8 +109,13 @@ MODELS: dict[str, Callable[[Path, int], Subject]] = {
 def cost_of_paper(model: nn.Module, stats: corp.Statistics, sparsity: float) -> float:
     """The share of the dense operations that the paper's recipe leaves."""
     recipe = Recipe.paper(mlp=sparsity, attn=sparsity, compensate="none")
-    dense, pruned = corp.apply(model, stats, corp.plan(model, stats, recipe)).report.macs
-    return float(pruned / dense)
+    return _macs_kept(corp.apply(model, stats, corp.plan(model, stats, recipe)))
+
+
+def _macs_kept(result: corp.Result) -> float:
+    assert result.report.macs is not None  # images and texts are counted
+    dense, pruned = result.report.macs
+    return pruned / dense
 
 
 class Pruner:
@@ -139,9 +144,8 @@ def row(pruner: Pruner, references: Sequence[Reference], recipe: Recipe) -> dict
     """One step of the ladder: what it costs, how far its output is from the dense one, batch by batch, and how long."""
     subject = pruner.subject
     result, seconds = pruner.prune(recipe)
-    dense, pruned = result.report.macs
     return {
-        "macs": pruned / dense,
+        "macs": _macs_kept(result),
         "seconds": seconds,
         "divergence": [one.compare(result.model).divergence().value for one in references],
         **subject.headline(result.model),

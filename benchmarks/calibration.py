@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 import corp
 from corp.calibration.collector import Collector
-from corp.calibration.settings import Settings, enough_tokens
+from corp.calibration.settings import Settings
 from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
+from corp.measure.estimate import summed
 from corp.recipe import Recipe
-from corp.sites import AttentionSite, MLPSite
+from corp.sites import AttentionSite, MLPSite, ValueSite
 
 # isort: split
 import timm
@@ -35,6 +36,7 @@ import timm
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "deit_base_patch16_224")
 TOTAL = 1000  # images of the run whose tokens "auto" is sized for
+TOKENS = {"all tokens": "all", "auto": "auto"}
 
 
 class Naive:
@@ -47,7 +49,7 @@ class Naive:
         cache: dict[str, Tensor] = {}
         handles = []
         for site in self.sites:
-            if isinstance(site, MLPSite):
+            if isinstance(site, MLPSite | ValueSite):
                 module = self.model.get_submodule(site.down)
                 handles.append(module.register_forward_pre_hook(lambda _m, a, n=site.name: cache.update({n: a[0]})))
             else:
@@ -79,10 +81,8 @@ def timings(name: str, batch: int, rounds: int) -> dict[str, Any]:
     """Seconds per image of a forward pass, of calibration on all and on enough tokens, and of the naive way."""
     model = timm.create_model(name).eval()
     x = torch.randn(batch, 3, 224, 224)
-    sites = list(corp.find_sites(model))
-    outs = {s.out: enough_tokens(s.out_width, TOTAL) for s in sites if isinstance(s, AttentionSite) and s.out}
-    enough = {s.name: enough_tokens(s.width, TOTAL) for s in sites if isinstance(s, MLPSite)}
-    collectors = {"all tokens": Collector(sites, outs), "auto": Collector(sites, {**outs, **enough})}
+    sites = summed(corp.find_sites(model))
+    collectors = {way: Collector(sites, Settings(tokens).per_sample(sites, TOTAL)) for way, tokens in TOKENS.items()}
     naive = Naive(model)
 
     def forward(collector: Collector | None) -> None:

@@ -21,11 +21,13 @@ import transformers
 from torch import Tensor, nn
 
 import corp
-from corp.adapters import timm_models
 from corp.calibration.batches import run
 from corp.io.files import write_text
 from corp.io.tables import markdown_table
 from scripts.coverage import of_transformers
+
+# isort: split
+import timm
 
 RESULTS = Path(__file__).parent / "results"
 FITTED, UNSEEN, SAMPLES = 20, 8, 8  # batches, and samples in each
@@ -60,7 +62,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "Moonshine": (lambda: of_transformers("moonshine"), speech),
     "GIT": (lambda: of_transformers("git"), lambda: {"input_ids": ids(), "pixel_values": images(32)}),
     "SegFormer": (segmentation, lambda: {"pixel_values": images(64)}),
-    "PVT v2": (lambda: timm_models.timm.create_model("pvt_v2_b0", num_classes=10), lambda: images(64)),
+    "PVT v2": (lambda: timm.create_model("pvt_v2_b0", num_classes=10), lambda: images(64)),
 }
 
 

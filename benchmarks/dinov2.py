@@ -18,7 +18,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ from corp.io.tables import markdown_table
 from corp.measure.cost import count_params
 from corp.planning.plan import Plan
 from corp.recipe import Recipe
+
+# isort: split
+import timm
 
 RESULTS = Path(__file__).parent / "results"
 SIZE, SQUARE, CLASSES, BLOCKS = (336, 448), (224, 224), 11, (1, 4)
@@ -102,7 +105,7 @@ class Setup:
 
 def load_backbone(vision: Path) -> nn.Module:
     """A DINOv2-S that takes images of any size."""
-    model = timm_models.timm.create_model("vit_small_patch14_dinov2", num_classes=0, dynamic_img_size=True)
+    model: nn.Module = timm.create_model("vit_small_patch14_dinov2", num_classes=0, dynamic_img_size=True)
     timm_models.load_weights(model, vision / "dinov2_small_patch14.safetensors")
     return model.float().eval()
 
@@ -170,9 +173,7 @@ def class_tokens(model: nn.Module, batches: ImageBatches) -> Tensor:
 
 def predicted_shift(setup: Setup, plan: Plan, stats: dict[str, corp.Statistics]) -> dict[str, Any]:
     """What --deploy-data would say of a backbone that was calibrated on photographs: errors on street scenes."""
-    shift = corp.measure_shift(
-        setup.backbone, stats["photos"], stats["camvid"], replace(plan, recipe=plan.recipe.at_once())
-    )
+    shift = corp.measure_shift(setup.backbone, stats["photos"], stats["camvid"], plan)
     linear = [site for site in shift.sites if site.kind != "attn"]
     means = {end: sum(getattr(site, end) for site in linear) / len(linear) for end in ("expected", "deployed", "best")}
     return {**means, "alarming": len(shift.alarming), "sites": len(shift.sites)}
@@ -190,7 +191,7 @@ def run(setup: Setup, rows: Sequence[str], data: Sequence[str], done: dict[str, 
         result = pruned(setup, recipe_of(row), stats[name], batches[name])
         seconds = time.perf_counter() - start
         before, after = result.report.macs or (1, 1)
-        found = {"seconds": seconds, "macs": after / before, "params": count_params(result.model)}
+        found: dict[str, Any] = {"seconds": seconds, "macs": after / before, "params": count_params(result.model)}
         if name == "photos" and "camvid" in stats and result.plan.merging is None:
             found["shift"] = predicted_shift(setup, result.plan, stats)
         yield f"{name}/{row}", {**found, **scores(setup, result.model)}

@@ -139,7 +139,7 @@ def speed() -> dict[str, Any]:
     for size, batch in {**SPEED_MODELS, **TIMED_ONCE}.items():
         shares = SPARSITIES if size in SPEED_MODELS else (0.0, 0.5)
         models = [pruned_shapes(MODELS[size], s, s, "cpu") for s in shares]
-        rows = [{"sparsity": s} for s in shares]
+        rows: list[dict[str, Any]] = [{"sparsity": s} for s in shares]
         for what, n in (("latency", 1), ("throughput", batch)):
             if what == "throughput" and batch == 1:
                 break

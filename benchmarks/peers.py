@@ -120,9 +120,9 @@ def tokens_and_widths(setup: Setup, vision: Path, target: float) -> list[dict[st
     """Merging alone, widths alone and both at one budget, as corp.prune makes them (calibration included)."""
     batches = ImageBatches(list_images([vision / "calibration"]), setup.transform)
     rows = []
-    for name, options in (("widths alone", {}), ("both", {"tokens": "auto"})):
+    for name, tokens in (("widths alone", None), ("both", "auto")):
         start = time.perf_counter()
-        model = corp.prune(setup.model, batches, Recipe(target_macs=target, **options)).model
+        model = corp.prune(setup.model, batches, Recipe(target_macs=target, tokens=tokens)).model
         rows.append(describe(setup, f"corp, {name}", model, time.perf_counter() - start))
     held = HeldBatches(HoldOut.of(batches), 64)
     held.collect(batches)

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,11 @@ def ratio(first: Callable[[], Any], second: Callable[[], Any], rounds: int) -> f
 def rows(batch: int, rounds: int) -> Iterator[dict[str, Any]]:
     for name, (stream, dense) in MLPS.items():
         for kept in SHARES:
-            yield from compare(
-                name, "mlp", round(dense * kept) | 1, dense, lambda w, s=stream: mlp(s, w, batch), rounds
-            )
+            yield from compare(name, "mlp", round(dense * kept) | 1, dense, partial(mlp, stream, batch=batch), rounds)
     for name, (heads, dense) in HEADS.items():
         for kept in SHARES:
             yield from compare(
-                name, "head", round(dense * kept) | 1, dense, lambda w, h=heads: attention(h, w, batch), rounds
+                name, "head", round(dense * kept) | 1, dense, partial(attention, heads, batch=batch), rounds
             )
 
 

@@ -263,7 +263,9 @@ def test_the_split_that_is_taken_is_the_best_that_was_tried_or_nearly_so_and_mor
     assert any("measured" in one for one in why["tried"])
     assert len({one["queries"] for one in why["tried"] if "queries" in one}) > 1
     assert [one for one in why["tried"] if "queries" not in one] == [one for one in why["tried"] if "allocate" in one]
-    assert {key: why["tried"][0][key] for key in why["rule"]} == why["rule"]
+    assert "measured" in why["tried"][0]  # mostly the best, so the others end early
+    by_rule = next(one for one in why["tried"] if "power" in one)
+    assert {key: by_rule[key] for key in why["rule"]} == why["rule"]
     assert result.report.macs[1] <= 0.7 * result.report.macs[0]
     # What was tried was fitted without the held-out batches, and without the exact steps of the subspaces.
     fitted = corp.calibrate(model, data).fitted()

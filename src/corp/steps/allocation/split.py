@@ -42,11 +42,11 @@ class Split:
             start = rule["equal_share"]
             return self._recorded(self.at(self.best_queries(Way(start))), {"queries": start})
         usual = Way(rule["queries"], rule["power"])
-        others = [usual._replace(power=power) for power in POWERS if power != usual.power]
+        ways = [usual, *(usual._replace(power=power) for power in POWERS if power != usual.power)]
         if can_measure(allocator.sites):
             rates = measure_sensitivities(self.trials, rule["equal_share"])
-            others.append(usual._replace(power=None, rates=rates))
-        way = self.best_output(self.best_spread(min((usual, *others), key=self.distance)))
+            ways.insert(0, usual._replace(power=None, rates=rates))  # mostly the best: trials of the others end early
+        way = self.best_output(self.best_spread(min(ways, key=self.distance)))
         way = self.best_queries(way)
         equal = allocator.allocate(replace(recipe, allocate=UNIFORM), Way(output=way.output))
         best = min((self.at(way), equal), key=self.measure)
