@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import corp
+from corp.adapters import hf_models
 from corp.data import text, written
 from corp.errors import DataError, ModelError
 from tests.helpers import decoders, hf_folders
@@ -94,6 +96,20 @@ def test_the_command_calibrates_on_both(tmp_path: Path) -> None:
     bert = hf_folders.bert(tmp_path / "bert")
     options = ("--calib", texts, "--mlp", 0.5, "--own-texts", 4, "-o", tmp_path / "out")
     assert "does not generate text" in failure("prune", f"hf:{bert}", *options)
+
+
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+def test_few_texts_are_told_with_how_many_the_model_should_write(tmp_path: Path) -> None:
+    opt, texts = hf_folders.opt(tmp_path / "opt"), hf_folders.texts(tmp_path / "texts.jsonl")
+    width = corp.find_sites(hf_models.create(str(opt))).mlp[0].width
+    options = ("--calib", texts, "--seq-len", 16, "--mlp", 0.5, "--overwrite", "-o", tmp_path / "out")
+    few = run("prune", f"hf:{opt}", "--samples", 6, *options)
+    wanted = math.ceil((40 * width - 6 * 16) / 16)
+    assert f"96 tokens are {96 / width:.0f} per MLP channel" in " ".join(few.output.split())
+    assert f"--own-texts {wanted}" in few.output
+    enough = run("prune", f"hf:{opt}", "--samples", 6, "--own-texts", wanted, *options)
+    assert enough.exit_code == 0, enough.output
+    assert "--own-texts" not in enough.output
 
 
 def test_where_texts_end_early_the_way_out_is_named(tmp_path: Path) -> None:

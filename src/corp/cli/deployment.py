@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from corp.calibration.statistics import Statistics
 from corp.cli.arguments import Deployment, Source
 from corp.cli.console import Console, note, progress, show_table
 from corp.cli.inputs import calibrated
-from corp.errors import CorpError, warn
+from corp.errors import warn
 from corp.evaluate.shift import COLUMNS, Shift, measure_shift
 from corp.planning.plan import Plan
 from corp.sites import Sites
@@ -28,7 +27,7 @@ class DeploymentWatch(Console):
     dense: nn.Module
     deployment: Deployment
     settings: Settings
-    tell: Callable[[Sites], str] | None = None  # makes a line to print once the model's sites are known
+    tell: Callable[[Sites], Iterable[str]] | None = None  # makes lines to print once the model's sites are known
     sites: Sites | None = None
     stats: Statistics = field(default_factory=Statistics)
     seen: Statistics | None = None
@@ -38,9 +37,8 @@ class DeploymentWatch(Console):
 
     def found(self, sites: Sites) -> None:
         self.sites = sites
-        if self.tell is not None:
-            with suppress(CorpError):  # a model that cannot be exported can still be pruned
-                note(self.tell(sites))
+        for line in self.tell(sites) if self.tell is not None else ():
+            note(line)
 
     def calibrated(self, stats: Statistics) -> Statistics:
         self.stats = stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from contextlib import suppress
@@ -15,7 +16,7 @@ from corp import __version__
 from corp.adapters.registry import find_sites
 from corp.api import calibrate
 from corp.calibration.batches import placement, without_cache
-from corp.calibration.settings import Settings
+from corp.calibration.settings import ENOUGH_PER_CHANNEL, Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import models
 from corp.cli.arguments import Source
@@ -27,6 +28,8 @@ from corp.io.observer import SILENT
 from corp.measure.cost import count_params
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
+from corp.sites import Sites
+from corp.steps.allocation.search import TOKENS_PER_CHANNEL
 
 DOCUMENTS = 4000  # unless --samples is given
 IMAGE_BATCH = 32
@@ -202,6 +205,21 @@ def with_own_texts(model: nn.Module, source: Source, batches: text.TextBatches) 
         return batches
     with progress("writing texts", source.own_texts, "sequences") as advance:
         return written.with_own_texts(model, batches, source.own_texts, seed=source.seed, advance=advance)
+
+
+def few_texts(model: nn.Module, source: Source, batches: Any, sites: Sites) -> str | None:
+    """Advice to let the model write texts, if there are too few for exact elimination; otherwise None."""
+    width = max((site.width for site in sites.mlp), default=0)
+    if not isinstance(batches, text.TextBatches) or batches.tokens >= TOKENS_PER_CHANNEL * width:
+        return None
+    each = batches.tokens / batches.samples
+    if each <= written.PROMPT or models.kind_of(model) != models.CAUSAL:
+        return None
+    more = source.own_texts + math.ceil((ENOUGH_PER_CHANNEL * width - batches.tokens) / each)
+    return (
+        f"{batches.tokens} tokens are {batches.tokens / width:.0f} per MLP channel; with fewer than "
+        f"{TOKENS_PER_CHANNEL}, a fit follows these texts. Give more, or let the model write some: --own-texts {more}"
+    )
 
 
 def sequences_per_batch(tokenizer: Any, length: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +14,7 @@ from corp.cli import arguments as a
 from corp.cli import early
 from corp.cli.console import Console, command, in_flags, note, progress, show_json, show_table
 from corp.cli.expand import expanded
-from corp.errors import DataError, ModelError, StorageError
+from corp.errors import CorpError, DataError, ModelError, StorageError
 from corp.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -138,10 +140,13 @@ def prune(
         return
     inputs.warn_of_little_space(out, dense)
 
-    def possible(sites: Sites) -> str:
-        return told(exports or Exports(dense, sites), recipe)
+    def tell(sites: Sites) -> Iterator[str]:
+        if (advice := inputs.few_texts(dense, source, batches, sites)) is not None:
+            yield advice
+        with suppress(CorpError):  # a model that cannot be exported can still be pruned
+            yield told(exports or Exports(dense, sites), recipe)
 
-    watch = DeploymentWatch(source, dense, deployment, settings, possible)
+    watch = DeploymentWatch(source, dense, deployment, settings, tell)
     with workers.launched() as group:
         result = api.prune(
             dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin, observer=watch
