@@ -30,7 +30,7 @@ from corp.surgery.apply import history, set_history
 from corp.surgery.dispatch import require_present, require_weights
 from corp.surgery.opened import opened
 
-TRIED_OUT, POSITIONS = 8, 1024  # samples on which sites are verified; fewer of long texts, but never one alone
+TRIED_OUT, POSITIONS = 4, 1024  # samples on which sites are verified; fewer of long texts, but never one alone
 
 
 class Dense(NamedTuple):
