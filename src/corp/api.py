@@ -18,7 +18,7 @@ from corp.errors import DataError, PlanError
 from corp.io.observer import SILENT, Bars, Clock, Observer
 from corp.measure.estimate import Estimate
 from corp.planning.plan import Plan
-from corp.planning.widths import require_prunable, require_recipe
+from corp.planning.widths import not_as_requested, require_prunable, require_recipe
 from corp.recipe import Recipe
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.apply import apply_plan, packed
@@ -79,6 +79,7 @@ def plan(
     stats = dense.placed(supplied(stats, dense.sites), device, observer or SILENT)
     found = Allocator(dense.model, dense.sites, stats, recipe, observer or SILENT).allocate(recipe)
     made = plan_sites(dense, stats, recipe, found, observer or SILENT)
+    made = made.noting(*not_as_requested(dense.sites, recipe))
     warn_of_notes(made)
     return made
 

@@ -14,6 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import corp
 from corp import CorpError, Recipe
+from corp.errors import CorpWarning
 from corp.measure.cost import count_macs, count_params
 from corp.measure.timing import Ratio
 from corp.planning.plan import Plan
@@ -185,3 +186,10 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         corp.prune(model, None, Recipe(tokens=[1, 0]), stats=corp.calibrate(model, data))
     with pytest.raises(CorpError, match="schedule has 2 entries"):
         corp.prune(model, data, Recipe(tokens=[1, 0]))
+
+
+def test_a_merged_model_that_is_not_refitted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corp.steps.tokens.why_not", lambda *_args: ([], "its blocks are odd"))
+    with pytest.warns(CorpWarning, match="the model was not refitted: its blocks are odd"):
+        result = corp.prune(build(), batches(4), Recipe(tokens=SCHEDULE, mlp=0.5))
+    assert "the model was not refitted: its blocks are odd" in result.plan.notes

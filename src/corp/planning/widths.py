@@ -28,6 +28,11 @@ def width_of(site: Site, sites: Sites, recipe: Recipe) -> int:
     return site.width if whole else kept
 
 
+def not_as_requested(sites: Sites, recipe: Recipe) -> list[str]:
+    """A sentence on everything that the recipe requests of this whole model and that it cannot get."""
+    return [*rounded_away(sites, recipe), *not_found(sites, recipe), *left_whole(sites, recipe)]
+
+
 def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
     """A sentence if default rounding cancels all that was requested of some sites."""
     if recipe.has_target or recipe.round_to != AUTO:
@@ -99,7 +104,7 @@ def require_recipe(recipe: object) -> None:
 def require_prunable(sites: Sites, recipe: Recipe) -> None:
     """Refuse a request if none of the requested sites can be pruned; a target requests no site by name.
 
-    If only some of them cannot, `left_whole` reports those. Heads of equal widths are pruned all or not at all.
+    If only some of them cannot, `not_as_requested` reports those. Heads of equal widths are pruned all or not at all.
     """
     require_recipe(recipe)
     if not len(sites) and sites.output is None:

@@ -13,7 +13,6 @@ from corp.planning.overfitting import warn_if_weak
 from corp.planning.plan import Plan
 from corp.planning.planners import cost_of, pairs_of_all, plan_site
 from corp.planning.site_plan import SitePlan
-from corp.planning.widths import left_whole, not_found, rounded_away
 from corp.recipe import Recipe
 from corp.sites import Site, at_site, projection_at
 from corp.steps.allocation.allocator import Allocation, Allocator
@@ -56,8 +55,7 @@ def plan_sites(dense: Dense, stats: Statistics, recipe: Recipe, found: Allocatio
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
     raised = [site for site in planned if site.ridge > recipe.ridge]
-    asked = (sentence for find in (rounded_away, not_found, left_whole) for sentence in find(dense.sites, recipe))
-    made = made.noting(*starved(stats, narrower), *asked)
+    made = made.noting(*starved(stats, narrower))
     return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from corp.calibration.batches import count_samples, first_batch
+from corp.calibration.batches import count_samples, feed, first_batch
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
 from corp.errors import DataError, warn
@@ -41,9 +41,10 @@ from corp.surgery.apply import history, set_history
 from corp.surgery.merged import merge_tokens
 from corp.surgery.refit.merged import find_merging, repair_merged
 from corp.surgery.refit.recording import record_batches
-from corp.surgery.refit.repair import why_not
+from corp.surgery.refit.repair import require_whole, why_not
 from corp.surgery.stand_in import idle_copy
 
+MOST_SAMPLES = 0.5  # of the first batch: those that a merged model must reproduce exactly
 ROUNDS = 4  # how often widths of a merged model are reduced if they exceed the budget
 
 
@@ -74,11 +75,15 @@ def prune_tokens(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         passages = record_batches(idle, dense.sites, batches, blocks, recipe, plan.samples, forward)
         merge_tokens(smaller, replace(merging, read=None))
         with run.observer.stage("refitting", len(blocks), "blocks") as advance:
-            layers = repair_merged(dense.model, smaller, blocks, passages, recipe, advance)
+            layers, end = repair_merged(dense.model, smaller, blocks, passages, recipe, advance)
+        # Where tokens are about equally similar, rounding decides which of them merge.
+        require_whole(smaller, blocks, end, lambda: feed(smaller, first_batch(batches), forward), MOST_SAMPLES)
         why["refit"] = {"samples": sum(p.samples for p in passages), "read": {}, "layers": layers}
     merge_tokens(smaller, merging)
     made = replace(plan, recipe=recipe, why=why, merging=merging)
-    made = made.noting(f"the model was not refitted: {reason}") if reason else made
+    if reason:
+        made = made.noting(note := f"the model was not refitted: {reason}")
+        warn(note)
     set_history(smaller, (*history(dense.model), made))
     costs = before_after(dense.model, smaller, sample_of(dense.model, first, forward))
     return Result(smaller, made, Report(made, **costs), dict(run.origin or {}))

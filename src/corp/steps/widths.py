@@ -6,6 +6,7 @@ from corp.calibration.batches import without_cache
 from corp.calibration.experts import supplied
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
+from corp.planning.widths import not_as_requested
 from corp.recipe import Recipe
 from corp.steps.allocation.search import samples_needed
 from corp.steps.apply import apply_plan
@@ -42,6 +43,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
         sample = sample or countable(model, stats, run)
         chosen, found = choose_widths(dense, stats, recipe, held, sample, run, budget)
+        notes = [*not_as_requested(dense.sites, chosen), *notes]
         planned = plan_sites(dense, stats, chosen, found, watch).noting(*notes)
         warn_of_notes(planned)
         result = apply_plan(dense, stats, planned, sample, watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,10 @@ from corp import Recipe, find_sites
 from corp.errors import ModelError
 from corp.planning.merging import Merging
 from corp.steps.allocation.tokens import merged_copy
+from corp.surgery.linear import refill
 from corp.surgery.refit.merged import find_merging, repair_merged
 from corp.surgery.refit.recording import record_batches
-from corp.surgery.refit.repair import find_blocks
+from corp.surgery.refit.repair import find_blocks, require_whole
 from tests.helpers import models
 
 pytestmark = pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
@@ -118,9 +120,10 @@ def test_refitting_brings_the_output_nearer_to_the_dense_one(family: str, widths
     sequential = replace(recipe, sequential=True)
     blocks = find_blocks(model, sites, sequential, batches)
     passages = record_batches(model, sites, batches, blocks, sequential, 200)
-    corrected = repair_merged(model, smaller, blocks, passages, replace(recipe, skip=("blocks.0.mlp",)))
+    corrected, end = repair_merged(model, smaller, blocks, passages, replace(recipe, skip=("blocks.0.mlp",)))
     assert error() < 0.9 * before
     assert corrected
+    require_whole(smaller, blocks, end, lambda: models.run(smaller, batches[0]), 0.5)
     assert "blocks.0.mlp" not in corrected
     assert all(0 <= one["left"] <= one["gap"] for one in corrected.values())
 
@@ -133,3 +136,37 @@ def test_one_batch_is_enough_to_refit_on_the_merged_stream() -> None:
     blocks = find_blocks(model, sites, recipe, batches)
     repair_merged(model, merged, blocks, record_batches(model, sites, batches, blocks, recipe, 50), recipe)
     assert float((models.run(merged, batches[0]) - expected).norm()) < before
+
+
+def test_a_weight_that_changes_after_its_refit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without merging: one per mille off in a layer that the stream has passed, and no model is returned."""
+    model, data = models.build("vit"), models.batches("vit", count=4)
+
+    def tampering(smaller: Any, name: str, folded: Any, *, bias: bool) -> None:
+        refill(smaller, name, folded, bias=bias)
+        if name == "blocks.1.attn.proj":
+            smaller.blocks[0].mlp.fc2.weight.data *= 1.001
+
+    monkeypatch.setattr("corp.surgery.refit.layer.refill", tampering)
+    with pytest.raises(ModelError, match=r"self-check: the refitted model does not reproduce its refit \(blocks\.1\)"):
+        corp.prune(model, data, Recipe(mlp=0.5, tokens=(5, 0), sequential=True))
+
+
+def test_a_few_samples_may_be_grouped_otherwise() -> None:
+    """Where similarities tie, rounding decides; half of the samples must agree."""
+    model, data = models.build("vit"), models.batches("vit", count=1)
+    sites, recipe = find_sites(model), Recipe(mlp=0.5, sequential=True)
+    blocks, found = find_blocks(model, sites, recipe, data), list[Tensor]()
+    handle = model.get_submodule("blocks.1").register_forward_hook(lambda _m, _a, output: found.append(output))
+    models.run(model, data[0])
+    handle.remove()
+    (end,) = found
+    half = len(end) // 2
+    for wrong, passes in ((half, True), (half + 1, False)):
+        changed = end.clone()
+        changed[:wrong] += 1
+        context = nullcontext() if passes else pytest.raises(ModelError, match="does not reproduce its refit")
+        with context:
+            require_whole(model, blocks, changed, lambda: models.run(model, data[0]), 0.5)
+    with pytest.raises(ModelError, match="does not reproduce its refit"):
+        require_whole(model, blocks, changed, lambda: models.run(model, data[0]))

@@ -28,7 +28,7 @@ from corp.measure.cost import count_macs, count_params
 from corp.numerics.place import Place
 from corp.planning.plan import Plan
 from corp.planning.report import Report
-from corp.planning.widths import left_whole, require_prunable
+from corp.planning.widths import not_as_requested, require_prunable
 from corp.recipe import GAIN, SHARED, Recipe
 from corp.sites import Sites
 from corp.steps.allocation.allocator import Allocation, Allocator
@@ -211,7 +211,7 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
     store, count = walk.store, len(walk.blocks)
     records = [record for number in range(count) if (record := store.record(number)) is not None]
     plan = joined(records, walk.recipe, walk.dense.sites, walk.blocks if walk.refits else [])
-    plan = plan.noting(*left_whole(walk.dense.sites, walk.recipe))
+    plan = plan.noting(*not_as_requested(walk.dense.sites, walk.recipe))
     if walk.recipe.searches:
         plan = plan.noting("no models were tried: block by block, fixed rules divide the budget between heads and MLPs")
     warn_of_notes(plan)

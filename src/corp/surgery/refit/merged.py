@@ -125,8 +125,10 @@ def repair_merged(
     passages: Sequence[Passage],
     recipe: Recipe,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, dict[str, float]]:
-    """Refit the layers of `smaller` (in place) block after block; returns each one's gap, before and after.
+) -> tuple[dict[str, dict[str, float]], Tensor]:
+    """Refit the layers of `smaller` (in place) block after block.
+
+    Returns each one's gap, before and after, and the final stream of the first passage.
 
     `smaller` merges tokens, and its last block computes all tokens that reach it. Its widths may be pruned or not.
     `blocks` and `passages` are the dense model's, as in sequential fitting.
@@ -151,7 +153,7 @@ def repair_merged(
             behind = [_drive(smaller, block, stream) for stream in behind]
         if progress:
             progress(1)
-    return corrected
+    return corrected, behind[0].x
 
 
 def _targets(

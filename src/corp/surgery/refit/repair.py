@@ -239,8 +239,13 @@ def warn_of_few(sites: Sequence[str]) -> None:
         )
 
 
-def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, run_model: Run) -> None:
-    """Require that the refitted model, run as a whole, reproduces the final stream of the refit."""
+def require_whole(
+    model: nn.Module, blocks: Sequence[Block], expected: Tensor, run_model: Run, share: float = 1.0
+) -> None:
+    """Require that the refitted model, run as a whole, reproduces the final stream of the refit.
+
+    With a `share` below one, that share of the samples must.
+    """
     found: list[Tensor] = []
     last = blocks[-1]
     hook = model.get_submodule(last.name).register_forward_hook(
@@ -248,8 +253,14 @@ def require_whole(model: nn.Module, blocks: Sequence[Block], expected: Tensor, r
     )
     with torch.no_grad(), evaluating(model), without_fast_path(), removing([hook]):
         run_model()
-    if not found or not close(found[0], expected, len(blocks)):
+    if not found or not _agree(found[0], expected, len(blocks), share):
         raise ModelError(
             f"self-check: the refitted model does not reproduce its refit ({last.name}). The model is not "
             "returned: this is a defect of corp, or hooks or wrappers changed the weights on the way; please report it"
         )
+
+
+def _agree(found: Tensor, expected: Tensor, blocks: int, share: float) -> bool:
+    if share == 1 or found.shape != expected.shape:
+        return close(found, expected, blocks)
+    return sum(close(*pair, blocks) for pair in zip(found, expected, strict=True)) >= share * len(found)
