@@ -93,7 +93,7 @@ def _proven(model: nn.Module, module: nn.Module, claims: Sequence[Claim], fixed:
     for shape in shapes:
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         try:
-            outcome = verify(model, partial(module, x, **_nothing_else(module)), claims, fixed, readings=True)
+            outcome = verify(model, partial(module, x, **_nothing_else(module)), claims, fixed, packed=True)
         except Exception:  # it takes something else: undecided
             continue
         return [site for site in outcome.sites if site.name in outcome.proven]

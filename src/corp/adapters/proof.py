@@ -88,8 +88,8 @@ def places_of(model: nn.Module, sites: Sequence[Site], downs: dict[str, str]) ->
     takers = [*(s.down for s in sites if not isinstance(s, AttentionSite)), *downs.values()]
     attentions = [s.attention for s in sites if not isinstance(s, MLPSite)]
     passed = [name for s in sites if isinstance(s, MLPSite) for name in s.between]
-    looked_at = {*takers, *passed}
-    others = [name for name, module in model.named_modules() if mixes(module) and name not in looked_at]
+    watched = {*takers, *passed}
+    others = [name for name, module in model.named_modules() if mixes(module) and name not in watched]
     return Places(*(tuple(dict.fromkeys(names)) for names in (makers, takers, ends, attentions, passed, others)))
 
 

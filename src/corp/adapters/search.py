@@ -171,7 +171,7 @@ def _try(
 ) -> tuple[list[Claim], list[Site]]:
     """Try one input; sites that it does not reach stay open. An example that the model does not accept is ignored."""
     try:
-        outcome = verify(model, run, claims, fixed, readings=not strict)
+        outcome = verify(model, run, claims, fixed, packed=not strict)
     except CorpError:
         raise
     except Exception:

@@ -35,14 +35,14 @@ class Outcome:
 
 
 def verify(
-    model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site], *, readings: bool = False
+    model: nn.Module, run: Run, claims: Sequence[Claim], fixed: Sequence[Site], *, packed: bool = False
 ) -> Outcome:
     """Verify the claims and the sites `fixed` on the input that `run` passes through the model.
 
-    With `readings`, an MLP with packed gate and up is tried in every possible packing.
+    With `packed`, an MLP with packed gate and up is tried in every possible packing.
     """
     bare = [site for site in fixed if is_bare(site)]
-    work = _Work(model, run, claims, [site for site in fixed if not is_bare(site)], bare, readings)
+    work = _Work(model, run, claims, [site for site in fixed if not is_bare(site)], bare, packed)
     outcome = Outcome()
     for site in bare:
         reached = module_of(site) in work.base.ran
@@ -69,10 +69,10 @@ class _Work:
         claims: Sequence[Claim],
         fixed: Sequence[Site],
         bare: Sequence[Site],
-        readings: bool,
+        packed: bool,
     ) -> None:
         self.model, self.run, self.claims, self.fixed = model, run, list(claims), list(fixed)
-        self.readings = readings
+        self.packed = packed
         self.downs = {s.attention: s.down for s in fixed if isinstance(s, ValueSite)}
         self.downs |= {claim.parts.name: claim.parts.down for claim in claims if claim.parts.down}
         every: list[Site] = [*fixed]
@@ -139,7 +139,7 @@ class _Work:
         self._rounds(waiting, outcome)
 
     def _ways(self, site: Site) -> Sequence[Site]:
-        return packings(site) if self.readings and isinstance(site, MLPSite) else (site,)
+        return packings(site) if self.packed and isinstance(site, MLPSite) else (site,)
 
     def queries(self, outcome: Outcome) -> None:
         waiting: list[tuple[Claim | None, Sequence[Site]]] = [

@@ -18,7 +18,7 @@ from corp.calibration.kernel import Watched, watching_kernel
 from corp.calibration.masks import Masks, bound
 from corp.calibration.moments import Moments, shift_of
 from corp.calibration.multihead import averages, is_causal, padding, project
-from corp.calibration.pairs import LOOKED_AT, PairSums
+from corp.calibration.pairs import SAMPLED_QUERIES, PairSums
 from corp.calibration.site_sums import AnySums, Sums, empty_sums
 from corp.calibration.threads import here
 from corp.calibration.tokens import as_batch, as_samples, choose_tokens, fitting, of_same_samples, real_tokens
@@ -237,7 +237,7 @@ class Collector:
             causal = heads.causal and self.causal and heads.q.shape[2] == heads.k.shape[2]
             mask = fitting(heads.q_mask, heads.q.transpose(1, 2), site.q_mask)
             options: dict[str, Any] = {"scale": site.scale, "window": site.window, "features": heads.features}
-            options["queries"] = self.tokens.get(site.name, LOOKED_AT)
+            options["queries"] = self.tokens.get(site.name, SAMPLED_QUERIES)
             pairs = self._current(site.name, PairSums)
             pairs.update(heads.q, heads.k, causal=causal, mask=mask, **options)
             _require_finite(pairs, site.name)

@@ -10,7 +10,7 @@ from corp.calibration.batches import enumerate_batches, size_of
 
 EVERY = 8  # one batch in this many is held out; more if there are very few
 FIRST = 1  # the index of the first held-out batch if the number of batches is unknown
-APART = 4  # so many held-out batches are two stretches; fewer are one
+APART = 4  # this many held-out batches are two stretches; fewer are one
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from corp.numerics.rotary import pair_moments
 PAIR_BLOCKS = 32
 # The most evenly spaced queries of a sample whose attention is computed: each costs a product of all keys with
 # themselves. Calibration takes fewer of each sample where there are many samples (Settings.queries_of).
-LOOKED_AT = 64
+SAMPLED_QUERIES = 64
 
 
 class PairSums:
@@ -51,7 +51,7 @@ class PairSums:
         causal: bool = False,
         window: int | None = None,
         features: tuple[Tensor, Tensor] | None = None,
-        queries: int = LOOKED_AT,
+        queries: int = SAMPLED_QUERIES,
     ) -> None:
         """Add samples with queries q (B, H, n, d) and keys k (B, K, n, d), their first `width` dimensions rotated.
 
@@ -70,7 +70,7 @@ class PairSums:
             blocks = query_blocks(*rotated, *((PAIR_BLOCKS, window) if causal else (1, None)))
             for asking, g_k in with_key_grams(blocks):
                 self.raw += self._added(pair_moments(asking.mT @ asking, self._repeated(g_k)).sum(0))
-            sampled = looked_at_of(q_part.shape[2], causal, window, queries)
+            sampled = sampled_queries(q_part.shape[2], causal, window, queries)
             weighted, attention = self._attended(q_part, k_part, scale, *sampled)
             self.weighted += self._added(weighted)
             if features is not None:
@@ -88,14 +88,14 @@ class PairSums:
         logits = asking @ self._repeated(k).mT
         return (attention * logits.square()).sum((0, 2, 3))
 
-    def _attended(self, q: Tensor, k: Tensor, scale: float, looked_at: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _attended(self, q: Tensor, k: Tensor, scale: float, sampled: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The attention-weighted pair moments (H, d, d), and the attention p (B, H, M, n) of the sampled queries.
 
         The moments pair q_m q_m^T of every sampled query m with the covariance of the keys under its attention p_m.
         """
         # A common mean of a sample's keys changes neither attention nor covariance, but it affects float32 rounding.
         every = self._repeated(k - k.mean(2, keepdim=True))
-        asking = q[:, :, looked_at]  # (B, H, M, d)
+        asking = q[:, :, sampled]  # (B, H, M, d)
         attention = (scale * asking @ every.mT).masked_fill(hidden.to(q.device), -torch.inf).softmax(-1)
         first, second = (half.contiguous() for half in every[..., : self.width].split(self.width // 2, -1))
         sums = q.new_zeros(4, len(q), self.heads, self.width // 2, self.width // 2)
@@ -170,11 +170,11 @@ class PairSums:
         return {**sums, "lengths": (-1, width + 1, width + 1), "attended": (heads,)}
 
 
-def looked_at_of(n: int, causal: bool, window: int | None, most: int = LOOKED_AT) -> tuple[Tensor, Tensor]:
+def sampled_queries(n: int, causal: bool, window: int | None, most: int = SAMPLED_QUERIES) -> tuple[Tensor, Tensor]:
     """Which queries (M,) of a sample of n tokens are sampled, and which keys (M, n) are hidden from them."""
-    looked_at = ((torch.arange(min(most, n)) + 0.5) * n / min(most, n)).long()
-    back = looked_at[:, None] - torch.arange(n)
-    return looked_at, (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
+    sampled = ((torch.arange(min(most, n)) + 0.5) * n / min(most, n)).long()
+    back = sampled[:, None] - torch.arange(n)
+    return sampled, (back < 0) | (back >= (window or n)) if causal else torch.zeros_like(back, dtype=torch.bool)
 
 
 def _add_moments(sums: Tensor, query: Tensor, first: Tensor, second: Tensor, p: Tensor) -> None:

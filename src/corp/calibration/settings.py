@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from corp.calibration.offload import PLACES
-from corp.calibration.pairs import LOOKED_AT
+from corp.calibration.pairs import SAMPLED_QUERIES
 from corp.errors import StatisticsError
 from corp.sites import AttentionSite, OutputHead, Site
 
@@ -52,8 +52,8 @@ class Settings:
     def queries_of(self, dims: int, samples: int | None) -> int:
         """The most queries per sample whose attention is computed, for heads with `dims` rotated dimensions."""
         if self.tokens != "auto" or not samples:
-            return LOOKED_AT
-        return min(LOOKED_AT, math.ceil(max(ENOUGH_QUERIES, ENOUGH_PER_CHANNEL * dims) / samples))
+            return SAMPLED_QUERIES
+        return min(SAMPLED_QUERIES, math.ceil(max(ENOUGH_QUERIES, ENOUGH_PER_CHANNEL * dims) / samples))
 
     def per_sample(self, sites: Iterable[Site | OutputHead], samples: int | None) -> dict[str, int]:
         """How many tokens of a sample each site uses, or queries if it is a rotary attention."""

@@ -17,7 +17,7 @@ from corp.calibration.grams import Grams
 from corp.calibration.heads import Heads
 from corp.calibration.hooks import removing
 from corp.calibration.masks import bound
-from corp.calibration.pairs import PAIR_BLOCKS, looked_at_of
+from corp.calibration.pairs import PAIR_BLOCKS, sampled_queries
 from corp.calibration.query_blocks import query_blocks, same_lengths, with_key_grams
 from corp.calibration.statistics import Statistics
 from corp.calibration.threads import here
@@ -105,10 +105,10 @@ class LogitErrors:
                 for queries, g_k in with_key_grams(blocks):
                     total += float((queries.mT @ queries * g_k).sum())
                 continue
-            looked_at, hidden = looked_at_of(q_part.shape[2], dense.causal, site.window)
-            logits = dense.scale * q_old[:, :, looked_at] @ k_old.mT
+            sampled, hidden = sampled_queries(q_part.shape[2], dense.causal, site.window)
+            logits = dense.scale * q_old[:, :, sampled] @ k_old.mT
             p = logits.masked_fill(hidden.to(logits.device), -torch.inf).softmax(-1)  # (B, H, M, n)
-            wrong = asking[:, :, looked_at] @ asked.mT
+            wrong = asking[:, :, sampled] @ asked.mT
             total += float(((p * wrong.square()).sum(-1) - (p * wrong).sum(-1).square()).sum())
         return total
 

@@ -43,7 +43,7 @@ from corp.surgery.both import Both
 from corp.surgery.normed_check import normed_errors
 from corp.surgery.row_maps import heads_in, map_between, maps_in
 
-ROUNDING = 4.0  # the model's dtype rounds every weight; differences of so many epsilons are attributed to that
+ROUNDING = 4.0  # the model's dtype rounds every weight; differences of this many epsilons are attributed to that
 SLACK = 1e-6  # relative: the sums themselves consist of float32 products
 NOTHING = 1e-8  # of a site's energy: an error that those sums cannot distinguish from zero
 

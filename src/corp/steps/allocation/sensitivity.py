@@ -20,7 +20,7 @@ from corp.steps.allocation.allocator import Allocation
 from corp.steps.allocation.known import KnownBlocks
 from corp.steps.allocation.trials import Trials, sketch_model
 
-ANSWERS, SAMPLES = 1024, 32  # as many held-out samples as have this many answers, but at most so many samples
+ANSWERS, SAMPLES = 1024, 32  # as many held-out samples as have this many answers, but at most 32
 MOST = 16  # the most layers of a chain that are tried; between neighbours sensitivities change little
 
 

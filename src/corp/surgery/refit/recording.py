@@ -18,8 +18,8 @@ from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.surgery.refit.replay import Block, Passage, Run, record, refusal
 
-TOKENS, PER_INPUT = 65_536, 64  # in the streams by default: at least so many, and so many per layer input
-READ_SAMPLES = 512  # if only some tokens are read, such as a class token: so many samples, for twice the tokens
+TOKENS, PER_INPUT = 65_536, 64  # least number of tokens in the streams by default, and tokens per layer input
+READ_SAMPLES = 512  # if only some tokens are read, such as a class token: the most samples, for twice the tokens
 STREAMS = 5  # hidden states held per sample, besides the outputs of a block's sites and the input of its last
 
 
