@@ -94,8 +94,8 @@ def main() -> None:
                 f"  {real / guess if guess else float('nan'):6.2f}",
                 flush=True,
             )
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+            if options.out:  # after every row, so that a run that is stopped keeps what it had
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
