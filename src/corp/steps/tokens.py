@@ -44,7 +44,7 @@ from corp.surgery.refit.recording import record_batches
 from corp.surgery.refit.repair import require_whole, why_not
 from corp.surgery.stand_in import idle_copy
 
-MOST_SAMPLES = 0.5  # of the first batch: those that a merged model must reproduce exactly
+MOST_SAMPLES = 0.5  # of the first batch: those that a merged model must reproduce up to rounding
 ROUNDS = 4  # how often widths of a merged model are reduced if they exceed the budget
 
 
