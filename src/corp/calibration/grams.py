@@ -20,11 +20,11 @@ CAUSAL_BLOCKS = 4
 
 
 class Keys(NamedTuple):
-    """The keys of every entry: their packed Grams about their mean, that mean, and their number, in float64."""
+    """The keys of every entry: their packed Grams about their mean, that mean, and their number."""
 
-    gram: Tensor  # (B, H, t)
-    mean: Tensor  # (B, H, d)
-    number: Tensor  # (B,)
+    gram: Tensor  # (B, H, t), in the dtype of the products; joined ones in float64
+    mean: Tensor  # (B, H, d), float64
+    number: Tensor  # (B,), float64
 
     def joined(self, more: Keys) -> Keys:
         """These keys and more, without a difference of large numbers: each Gram is relative to its own mean."""
@@ -37,16 +37,16 @@ class Keys(NamedTuple):
 def about_mean(k: Tensor, mask: Tensor | None = None) -> Keys:
     """The keys k (B, H, n, d) as one entry per sample; the mask (B, n) is True at real tokens.
 
-    Products are formed about the mean as rounded to the keys' dtype, and the effect of that rounding is corrected.
+    Products are formed about the mean as rounded to the keys' dtype, and the mean is corrected for that rounding. The
+    Gram's error is of second order in it, below the rounding of the products.
     """
     count = k.new_full((len(k),), k.shape[2]) if mask is None else mask.sum(1)
     count = count.clamp(min=1)[:, None, None]  # an entry without keys has no sum either
     shift = _zeroed(k, mask).sum(2) / count  # (B, H, d)
     y = _zeroed(k - shift[:, :, None], mask)
-    gram, total = _to_sums(pack(y.mT @ y)).double(), _to_sums(y.sum(2)).double()
+    gram, total = _to_sums(pack(y.mT @ y)), _to_sums(y.sum(2)).double()
     n = _to_sums(count).double()
-    away = total / n
-    return Keys(gram - n * packed_outer(away), _to_sums(shift).double() + away, n[:, 0, 0])
+    return Keys(gram, _to_sums(shift).double() + total / n, n[:, 0, 0])
 
 
 class Grams:
@@ -112,7 +112,7 @@ class Grams:
         self._k.append(keys.gram.to(g_q.dtype))
         self._key_mean.append(keys.mean)
         self._keys.append(keys.number)
-        self._trace = self._trace.to(g_q.device) + g_q.double().sum() + keys.gram.sum() + keys.mean.sum()
+        self._trace = self._trace.to(g_q.device) + sum(part.sum(dtype=torch.float64) for part in (g_q, *keys[:2]))
         self.entries += len(g_q)
         self._pending += len(g_q)
         self.tokens += tokens

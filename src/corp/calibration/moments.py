@@ -13,8 +13,8 @@ from corp.numerics.linalg import pack, unpack
 
 ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper gives no number for its "active probability")
 BLOCK = 256  # columns per block of the upper triangle: narrower products cost more time than they save
-CHUNK = 4096  # tokens centred at a time: limits the copy, which is then still in cache when it is multiplied
-SMALL_CHUNK = 512  # tokens at a time if only sums are formed
+CHUNK = 4096  # tokens multiplied at a time: limits the centred copy
+PIECE = 512  # on a CPU, tokens centred and summed at a time: copies stay in cache, and no large ones are allocated
 CHANNELS = ("total_seen", "square_seen", "total", "active")  # sums with one number per channel
 
 
@@ -78,9 +78,10 @@ class Moments:
         product: list[Tensor] = []
         total = torch.zeros_like(self.total)
         for part in x.split(CHUNK):
-            y = part - shift  # (c, D)
-            total += y.sum(0).to(total)
-            self.active += part.abs().gt_(ACTIVE_EPS).sum(0).to(self.active)  # in place: no mask, no cast
+            y = torch.empty_like(part)  # (c, D)
+            for some, centred in zip(*(of.split(_piece(x)) for of in (part, y)), strict=True):
+                total += torch.sub(some, shift, out=centred).sum(0).to(total)
+                self.active += some.abs().gt_(ACTIVE_EPS).sum(0).to(self.active)  # in place: no mask, no cast
             add_products(product, y)
         for start, block in zip(range(0, self.width, BLOCK), product, strict=True):
             self.outer[start : start + BLOCK, start:] += block.to(self.outer.device)
@@ -195,11 +196,17 @@ def shift_of(x: Tensor) -> Tensor:
 def _sums(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """sum y and sum y^2 (D,) of all tokens, in pieces that stay in cache."""
     total, square = (torch.zeros(x.shape[1], dtype=torch.float64, device=sum_device(x)) for _ in range(2))
-    for part in x.split(SMALL_CHUNK):
-        y = part - shift
+    centred = x.new_empty(min(len(x), _piece(x)), x.shape[1])
+    for part in x.split(_piece(x)):
+        y = torch.sub(part, shift, out=centred[: len(part)])
         total += y.sum(0).to(total)
         square += y.square_().sum(0).to(square)
     return total, square
+
+
+def _piece(x: Tensor) -> int:
+    """How many tokens to centre at a time; a GPU takes all, because every step has to be launched."""
+    return PIECE if x.device.type == "cpu" else CHUNK
 
 
 def add_products(into: list[Tensor], y: Tensor) -> None:
