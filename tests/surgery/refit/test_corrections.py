@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from corp.errors import CorpWarning, ModelError, PlanError
 from corp.numerics.place import Place
 from corp.sites import Mask, MLPSite, Rows
 from corp.surgery.refit.gaps import TokenSums
-from corp.surgery.refit.layer import added, correct_layer, correction, split_rows
+from corp.surgery.refit.layer import OTHERS, OTHERS_PER_INPUT, added, correct_layer, correction, split_rows
 from corp.surgery.refit.repair import require_whole, warn_of_few
 from corp.surgery.refit.replay import Block, Passage
 from tests.helpers.seeds import seed_all, seeded
@@ -112,6 +114,29 @@ def test_consecutive_samples_are_held_out_and_padding_is_no_data(
                     held = first + b in (18, 19, 37, 38, 39)
                     expected[b, t] = real and held == bool(number) and (t < read) == inside
             assert torch.equal(rows, (expected if batch_first else expected.mT).reshape(-1))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_tokens_that_are_not_read_are_thinned_out_if_there_are_plenty(batch_first: bool) -> None:
+    samples, tokens, total = 6, 17, 4 * OTHERS // 16  # 16 of 17 tokens are not read: four times as many as needed
+    up = (Rows("up", 0, 2 * OTHERS // OTHERS_PER_INPUT),)
+    wide = replace(block(tokens, 1, batch_first), sites=(replace(SITE, up=up),))
+    passage = Passage(first=3, samples=samples)
+    hidden = torch.zeros((samples, tokens, 2) if batch_first else (tokens, samples, 2))
+    for one, every in ((block(tokens, 1, batch_first), 4), (wide, 2)):  # a wide layer needs more
+        (read, other), _ = split_rows(one, passage, hidden, HoldOut(total))
+        read, other = (
+            rows.view(hidden.shape[:2]) if batch_first else rows.view(tokens, -1).mT for rows in (read, other)
+        )
+        assert bool(read[:, 0].all())
+        assert not bool(read[:, 1:].any())
+        assert not bool(other[:, 0].any())
+        assert int(other.sum()) == samples * 16 // every
+        taken = [{t for t in range(1, tokens) if other[b, t]} for b in range(samples)]
+        assert taken[0] == taken[every] != taken[1]  # neighbours differ, so all places count
+        assert set().union(*taken) == set(range(1, tokens))
+    (_, other), _ = split_rows(block(tokens, 1, batch_first), passage, hidden, HoldOut(total // 4))
+    assert int(other.sum()) == samples * 16  # no more than needed: all
 
 
 def test_longer_texts_than_the_first_are_read_whole() -> None:

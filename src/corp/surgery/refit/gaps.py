@@ -79,9 +79,12 @@ class TokenSums:
 
     def update(self, x: Tensor, gap: Tensor, read: Tensor, other: Tensor) -> None:
         """Add tokens x (N, D) and gap (N, o); the masks (N,) say which are read, and which are not."""
-        self.read.update(x[read], gap[read])
-        if bool(other.any()):
-            self.other.update(x[other], gap[other])
+        for sums, rows in ((self.read, read), (self.other, other)):
+            places = rows.nonzero()[:, 0]
+            if len(places) == len(x):  # no copies
+                sums.update(x, gap)
+            else:
+                sums.update(x.index_select(0, places), gap.index_select(0, places))
 
     @property
     def n(self) -> int:

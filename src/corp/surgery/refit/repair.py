@@ -203,7 +203,7 @@ class Repair:
             else:
                 gap = tokens_of(ahead) - tokens_of(hidden)
                 for one, scale in zip(block.sites[: number + 1], block.scales, strict=False):
-                    gap += scale.to(gap) * (tokens_of(target[one.name]) - tokens_of(seen[one.name].y))
+                    gap.addcmul_(scale.to(gap), tokens_of(target[one.name]) - tokens_of(seen[one.name].y))
             x = seen[site.name].x
             assert x is not None
             if last:
