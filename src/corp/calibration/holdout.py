@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,22 +50,33 @@ class HoldOut:
 class HeldBatches:
     """Held-out batches that are kept during calibration, until they have `samples` samples in total.
 
-    If more are held out than are needed, those that are kept are spread evenly over them.
+    If more are held out than are needed, those that are kept are spread evenly over them. `reads` extracts what is kept
+    of the dense model's output on such a batch; without it, nothing is.
     """
 
     rule: HoldOut
     samples: int
+    reads: Callable[[Any, Any], Any] | None = None
     batches: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)  # of the batches; None if the model has not run on one
     last: int = -1  # index of the last batch kept
 
     def wants(self, index: int) -> bool:
         return index > self.last and self.rule.holds(index) and self._short() and self._in_turn(index)
 
-    def offer(self, index: int, batch: Any) -> None:
-        """Keep the batch if it is needed; a second pass over the data offers it again."""
-        if self.wants(index):
+    def offer(self, index: int, batch: Any) -> bool:
+        """Keep the batch if it is needed, and return whether; a second pass over the data offers it again."""
+        needed = self.wants(index)
+        if needed:
             self.batches.append(batch)
+            self.outputs.append(None)
             self.last = index
+        return needed
+
+    def ran(self, output: Any) -> None:
+        """The dense model gave this output on the batch that was kept last."""
+        if self.reads is not None:
+            self.outputs[-1] = self.reads(self.batches[-1], output)
 
     def collect(self, batches: Iterable[Any]) -> None:
         """Read the needed batches, if there is no calibration pass."""

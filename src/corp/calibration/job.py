@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -202,16 +201,14 @@ class Job:
             self._share_shifts(collector, needed=first_batch == 0)
             with collector.watching(self.model):
                 for index, start, batch in enumerate_batches(self.batches, wanted):
-                    if self.held is not None:
-                        self.held.offer(index, batch)
+                    kept = self.held is not None and self.held.offer(index, batch)
                     if not mine(index):
                         continue
                     count = size_of(batch)
                     collector.cursor = Cursor(start, self.rule.holds(index), count)
-                    if self.recording is not None and self.recording.wants(index):
-                        self.recording.record(batch, partial(self._run, batch))
-                    else:
-                        self._run(batch)
+                    output = self._recorded(index, batch)
+                    if self.held is not None and kept:
+                        self.held.ran(output)
                     samples += count
                     self.progress(count)
                     if checkpoint:
@@ -228,12 +225,20 @@ class Job:
                 self._run(batch)
             break
 
-    def _run(self, batch: Any) -> None:
+    def _recorded(self, index: int, batch: Any) -> Any:
+        """Run the model on the batch, recorded if the batch is wanted for that."""
+        if self.recording is None or not self.recording.wants(index):
+            return self._run(batch)
+        outputs: list[Any] = []
+        self.recording.record(batch, lambda: outputs.append(self._run(batch)))
+        return outputs[0]
+
+    def _run(self, batch: Any) -> Any:
         moved = batch if self.forward is not None else move(batch, self.device, self.dtype)
         if self.inputs is None and self.forward is None:
             self.inputs = describe(moved)
         with uncompiled():
-            run(self.model, moved, self.forward)
+            return run(self.model, moved, self.forward)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a killed run to be continued."""

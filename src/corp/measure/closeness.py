@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -95,14 +96,63 @@ class Closeness:
         return "same class as the dense model" if self.single else "same next token as the dense model"
 
 
-class Reference:
-    """The dense model's outputs on some batches, with which other models are compared."""
+class Reader(NamedTuple):
+    """Reads what is compared in a model's outputs on so many samples in total."""
 
-    def __init__(self, dense: nn.Module, batches: Sequence[Any], forward: Forward | None = None) -> None:
+    features: bool  # whether the model has no classifier, so that its outputs are not answers
+    samples: int
+
+    @classmethod
+    def of(cls, dense: nn.Module, samples: int) -> Reader:
+        return cls(getattr(dense, "num_classes", None) == 0, samples)  # 0 is timm's way of saying so
+
+    def read(self, batch: Any, output: Any) -> Output:
+        """What is compared; outputs that cannot be compared are refused."""
+        values, answers = tensor_of(output)
+        require_finite(values, values.dtype)
+        values, mask, answers = values.detach(), mask_of(batch), answers and not self.features
+        if answers and values.shape[-1 if values.dim() < 4 else 1] == 1:
+            raise ModelError(
+                "the model gives one number per sample, so there are no answers to agree on; give a target"
+            )
+        if not answers or values.dim() != 3:
+            return Output(values, mask, answers)
+        every = self._stride(values)
+        some = values if every == 1 else values[:, ::every].clone()  # a view would keep all of them in memory
+        return Output(some, None if mask is None else mask[:, ::every], answers)
+
+    def read_if_possible(self, batch: Any, output: Any) -> Output | None:
+        """What is compared; None if that cannot be read."""
+        try:
+            return self.read(batch, output)
+        except ModelError:
+            return None
+
+    def _stride(self, logits: Tensor) -> int:
+        """The step between compared positions of sequences (B, n, K), so that the logits of all samples can be kept."""
+        most = max(LEAST, KEPT // max(1, self.samples * logits.shape[-1]))
+        return max(1, -(-logits.shape[1] // most))
+
+
+class Reference:
+    """The dense model's outputs on some batches, with which other models are compared.
+
+    `known` are outputs that were read before, one per batch or None, by the reader of so many `samples`.
+    """
+
+    def __init__(
+        self,
+        dense: nn.Module,
+        batches: Sequence[Any],
+        forward: Forward | None = None,
+        *,
+        samples: int | None = None,
+        known: Sequence[Output | None] = (),
+    ) -> None:
         self.batches, self.forward = list(batches), forward
-        self.samples = sum(map(size_of, batches))
-        self.features = getattr(dense, "num_classes", None) == 0  # in timm this means that there is no classifier
-        self.outputs = [self._output(dense, batch) for batch in batches]
+        self.reader = Reader.of(dense, samples or sum(map(size_of, batches)))
+        both = zip_longest(self.batches, known)
+        self.outputs = [self._output(dense, batch) if output is None else output for batch, output in both]
 
     def compare(self, model: nn.Module, rival: Closeness | None = None) -> Closeness:
         """How close the model is; ends early if the model is clearly worse than the rival, the best one so far."""
@@ -133,22 +183,7 @@ class Reference:
             return feed(model, batch, self.forward)
 
     def _output(self, model: nn.Module, batch: Any) -> Output:
-        output, answers = tensor_of(self.run(model, batch))
-        require_finite(output, output.dtype)
-        output, mask, answers = output.detach(), mask_of(batch), answers and not self.features
-        if answers and output.shape[-1 if output.dim() < 4 else 1] == 1:
-            raise ModelError(
-                "the model gives one number per sample, so there are no answers to agree on; give a target"
-            )
-        if not answers or output.dim() != 3:
-            return Output(output, mask, answers)
-        every = self._stride(output)
-        return Output(output[:, ::every], None if mask is None else mask[:, ::every], answers)
-
-    def _stride(self, logits: Tensor) -> int:
-        """The step between compared positions of sequences (B, n, K), so that the logits of all samples can be kept."""
-        most = max(LEAST, KEPT // max(1, self.samples * logits.shape[-1]))
-        return max(1, -(-logits.shape[1] // most))
+        return self.reader.read(batch, self.run(model, batch))
 
 
 @dataclass

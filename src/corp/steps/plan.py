@@ -31,10 +31,9 @@ def choose_widths(
     budget: Budget | None = None,
 ) -> tuple[Recipe, Allocation]:
     """The widths, found on held-out batches if the recipe requires it, with the fitted part of the sums only."""
-    tried = held.batches if held else []
-    used = stats.fitted() if tried else stats
+    used = stats.fitted() if held is not None and held.batches else stats
     allocator = Allocator(dense.model, dense.sites, used, recipe, run.observer, sample, budget=budget)
-    found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, tried, run.forward))[0]
+    found: tuple[Recipe, Allocation] = workers.current().gather(search(allocator, held, run.forward))[0]
     return found
 
 

@@ -6,6 +6,7 @@ from corp.calibration.batches import without_cache
 from corp.calibration.experts import supplied
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
+from corp.measure.closeness import Reader
 from corp.planning.widths import not_as_requested
 from corp.recipe import Recipe
 from corp.steps.allocation.search import samples_needed
@@ -32,7 +33,8 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         budget = require_reachable(dense, recipe, sample)
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
         wanted = samples_needed(recipe)
-        held = HeldBatches(HoldOut.of(batches or ()), wanted) if wanted else None
+        reader = Reader.of(model, wanted)
+        held = HeldBatches(HoldOut.of(batches or ()), wanted, reader.read_if_possible) if wanted else None
         recorder = recorder_for(dense, run, recipe, blocks) if stats is None else None
         if stats is None:
             stats = run_calibration(dense, run, held=held, recorder=recorder)

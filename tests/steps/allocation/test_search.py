@@ -13,15 +13,20 @@ from torch import Tensor
 
 import corp
 from corp import CorpError, Recipe
+from corp.calibration.batches import size_of
 from corp.calibration.holdout import HeldBatches, HoldOut
+from corp.calibration.hooks import removing
 from corp.calibration.moments import Moments
 from corp.errors import CorpWarning
-from corp.measure.closeness import Closeness, Output, Reference, tensor_of
+from corp.io.observer import SILENT
+from corp.measure.closeness import Closeness, Output, Reader, Reference, tensor_of
 from corp.measure.intervals import Interval
 from corp.sites import AttentionSite, MLPSite, Rows, ValueSite
 from corp.steps.allocation import search, sensitivity, split, trials
 from corp.steps.allocation.allocator import Allocator
 from corp.steps.allocation.sensitivity import measure_sensitivities
+from corp.steps.calibrate import run_calibration
+from corp.steps.run import Dense, Run
 from corp.surgery.apply import narrowed_copy
 from tests.helpers import decoders
 from tests.helpers.models import as_saved, batches, build
@@ -103,6 +108,35 @@ def test_calibration_keeps_the_batches_that_a_search_needs_and_fits_without_them
     for name, sums in without.sums.items():
         if isinstance(sums.total(), Moments):
             torch.testing.assert_close(whole.fitted().moments_of(name).total().cov(), sums.total().cov())
+
+
+def test_the_dense_outputs_of_held_out_batches_are_read_while_calibration_runs() -> None:
+    model, data = build("vit"), batches("vit", 6, 10)
+    held = HeldBatches(HoldOut.of(data), 128, Reader.of(model, 128).read_if_possible)
+    run = Run(data, None, None, None, SILENT)
+    run_calibration(Dense.of(model, None, run), run, held=held)
+    assert [int(size_of(batch)) for batch in held.batches] == [10, 10]
+    again: list[Any] = []
+    with removing([model.register_forward_hook(lambda *_: again.append(1))]):
+        known = Reference(model, held.batches, samples=128, known=held.outputs)
+        assert not again
+        fresh = Reference(model, held.batches, samples=128)
+        assert len(again) == 2
+    assert all(torch.equal(a.values, b.values) for a, b in zip(known.outputs, fresh.outputs, strict=True))
+    assert known.compare(model).divergence().value == 0
+
+
+def test_outputs_that_cannot_be_compared_are_left_for_the_search_to_refuse() -> None:
+    assert Reader(False, 8).read_if_possible(torch.zeros(2, 3), torch.zeros(2, 1)) is None
+    with pytest.raises(CorpError, match="one number per sample"):
+        Reader(False, 8).read(torch.zeros(2, 3), torch.zeros(2, 1))
+
+
+def test_logits_of_skipped_positions_are_not_kept_in_memory() -> None:
+    logits = torch.randn(2, 64, 5)
+    output = Reader(False, 1 << 25).read({}, SimpleNamespace(logits=logits))
+    assert torch.equal(output.values, logits[:, ::4])
+    assert output.values.untyped_storage().nbytes() == 2 * 16 * 5 * 4
 
 
 def test_a_generator_is_read_once_and_split() -> None:
@@ -214,7 +248,7 @@ def test_operations_are_counted_through_the_users_own_forward() -> None:
 @pytest.mark.parametrize("agreement", [0.3, 1.0])
 def test_what_cannot_be_had_and_what_never_stops_are_said(agreement: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Always:
-        def __init__(self, *_: Any) -> None: ...
+        def __init__(self, *_: Any, **_known: Any) -> None: ...
 
         def compare(self, _model: Any, _rival: Any = None) -> Any:
             return SimpleNamespace(agreement=lambda: Interval(agreement, agreement, agreement), what="all of it")

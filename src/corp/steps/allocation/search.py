@@ -6,12 +6,12 @@ Nothing is trained. To save time, trial models are not refitted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from corp.calibration.batches import Forward, size_of
+from corp.calibration.holdout import HeldBatches
 from corp.errors import DataError, ModelError
 from corp.measure.closeness import Reference
 from corp.recipe import Recipe
@@ -58,24 +58,27 @@ def most_trials(recipe: Recipe) -> int:
     return RANKINGS + len(POWERS) + len(SPREADS) + math.ceil(steps) + 1 + 1
 
 
-def search(allocator: Allocator, held: Sequence[Any], forward: Forward | None = None) -> tuple[Recipe, Allocation]:
+def search(allocator: Allocator, held: HeldBatches | None, forward: Forward | None = None) -> tuple[Recipe, Allocation]:
     """The allocator's recipe with its open settings resolved, and the widths, by trials on held-out batches."""
+    if held is not None and not held.batches:
+        held = None
     recipe, observer = allocator.recipe, allocator.observer
     searches = recipe.searches  # whatever ranking is chosen below
-    if recipe.min_agreement is not None and not held:
+    if recipe.min_agreement is not None and held is None:
         raise DataError("min_agreement holds some batches out, so it takes at least two; use smaller batches")
-    scarce = bool(held) and _doubtful(recipe) and _scarce(allocator)
-    if not held or not (searches or scarce):  # a single batch: the rules decide, as in corp.plan
+    scarce = held is not None and _doubtful(recipe) and _scarce(allocator)
+    if held is None or not (searches or scarce):  # a single batch: the rules decide, as in corp.plan
         return recipe, allocator.allocate(recipe)
     with observer.stage("trying widths", most_trials(recipe), "models") as advance:
         try:
-            reference = Reference(allocator.model, held, forward)
+            batches, known = held.batches, held.outputs
+            reference = Reference(allocator.model, batches, forward, samples=held.samples, known=known)
         except ModelError as error:
             if searches:
                 raise
             why = {"notes": [f"the rankings were not compared: {error}"]}
             return recipe, allocator.allocate(recipe)._replace(why=why)
-        trials = Trials(allocator, recipe, reference, sum(map(size_of, held)), advance)
+        trials = Trials(allocator, recipe, reference, sum(map(size_of, held.batches)), advance)
         note: dict[str, list[str]] = {}
         if scarce:
             trials, note = _judged(trials)
