@@ -93,7 +93,8 @@ def _site_plan(
     kept = tuple(tuple(i for part in parts for i in part.kept(g)) for g in range(site.groups))
     asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
     basis, fold = _basis(site, recipe), _head_maps(site, parts)
-    return SitePlan(site.name, "attn", site.width, asked, kept, False, costs, recipe.ridge, basis, fold)
+    ridge = max(recipe.ridge, *(part.ridge(g) for part in parts for g in range(site.groups)))
+    return SitePlan(site.name, "attn", site.width, asked, kept, False, costs, ridge, basis, fold)
 
 
 def _head_maps(site: AttentionSite, parts: Sequence[Part]) -> HeadMaps:
@@ -241,6 +242,9 @@ class _Subspaces(Part):
         fit = self.fit(g)
         return Maps(list(fit.A), fit.B)
 
+    def ridge(self, g: int) -> float:
+        return self.fit(g).ridge
+
     def cost(self, g: int) -> GroupCost:
         fit = self.fit(g)
         judged = self.recipe.compensate == "full" and held_out(self.sums)
@@ -257,7 +261,7 @@ class _Subspaces(Part):
         """The unexplained shares on fitted and on held-out samples, of a float32 fit without the latter."""
         both = (self.sums.fit, self.sums.held)
         seen, unseen = ([part.head(h, centred=True).single() for h in self.heads(g)] for part in both)
-        A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
+        A, B, _ = _fit_heads(seen, self.keep, self.recipe.ridge, True)
 
         def left(heads: Sequence[HeadGrams]) -> list[float | None]:
             pruned = rank.strongest([head.energy() for head in heads], self.keep)[1]

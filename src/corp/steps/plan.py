@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from corp.calibration import workers
 from corp.calibration.experts import starved
 from corp.calibration.holdout import HeldBatches
@@ -54,9 +56,17 @@ def plan_sites(dense: Dense, stats: Statistics, recipe: Recipe, found: Allocatio
     warn_if_weak(planned, stats)
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
-    raised = [site for site in planned if site.ridge > recipe.ridge]
-    made = made.noting(*starved(stats, narrower))
-    return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
+    return made.noting(*starved(stats, narrower), *_raised(planned, recipe.ridge))
+
+
+def _raised(planned: Sequence[SitePlan], ridge: float) -> list[str]:
+    """A note of the first site whose fit needed a larger ridge, and of how many others did."""
+    raised = [site for site in planned if site.ridge > ridge]
+    others = f" (and {len(raised) - 1} other site(s) with it)" if len(raised) > 1 else ""
+    return [
+        f"{site.name}{others}: the statistics are singular at ridge={ridge:g}, so its ridge is {site.ridge:g}"
+        for site in raised[:1]
+    ]
 
 
 def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:
