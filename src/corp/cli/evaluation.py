@@ -61,7 +61,7 @@ class Evaluation:
 
 
 @dataclass
-class Row:
+class ModelScores:
     """A model, under its given name; `extra` holds results that are not a number with an interval."""
 
     name: str
