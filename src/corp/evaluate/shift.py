@@ -24,7 +24,7 @@ from corp.planning.fitting import fit_head, fit_linear, fit_rotated, head_system
 from corp.planning.heads import HeadSums, fit_group
 from corp.planning.linear import Layer, choose, layer_of
 from corp.planning.plan import Plan
-from corp.planning.site_plan import SitePlan
+from corp.planning.site_plan import SitePlan, ratio
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
 from corp.surgery.apply import match
@@ -150,8 +150,8 @@ def _site_shift(
         )
         mean, spread = _apart(here, there_)
         found = _linear(site, planned, stats, here, there_, recipe)
-    expected = (1 + planned.overfit) * _share(found.calibrated, found.energy)
-    deployed, best = (_share(value, found.deployed_energy) for value in (found.deployed, found.best))
+    expected = (1 + planned.overfit) * ratio(found.calibrated, found.energy)
+    deployed, best = (ratio(value, found.deployed_energy) for value in (found.deployed, found.best))
     return SiteShift(site.name, site.kind, mean, spread, expected, deployed, best)
 
 
@@ -188,9 +188,9 @@ def _heads(
     """Errors of all heads of an attention, and how far H is from calibration's."""
     found: list[_Found] = []
     apart: list[tuple[Tensor, Tensor]] = []
-    shared, dims = site.heads // site.groups, site.rotary_dims
+    dims = site.rotary_dims
     for g, kept in enumerate(planned.indices()):
-        heads = range(g * shared, (g + 1) * shared)
+        heads = site.sharing(g)
         if sums.pairs is not None and there.pairs is not None:
             both = [part.total().group(g, weighted=recipe.weighs_pairs) for part in (sums.pairs, there.pairs)]
             pairs = kept[kept < dims // 2]
@@ -263,7 +263,3 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def _trace(H: Tensor) -> float:
     return max(float(H.diagonal().sum()), TINY)
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0

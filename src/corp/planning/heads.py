@@ -160,13 +160,11 @@ class _Dimensions(Part):
         given: Sequence[Tensor] | None = None,
     ) -> None:
         self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
-        self.width, self.shared, self.first = site.plain_width, site.heads // site.groups, site.rotary_dims
+        self.width, self.shared, self.first = site.plain_width, len(site.sharing(0)), site.rotary_dims
+        self.heads = site.sharing
         self.whole = sums.total()
         self.choose, self.fits = cache(self._choose), cache(self._fits)
         self.head = lru_cache(maxsize=self.shared)(self.whole.head)  # of the group at work
-
-    def heads(self, g: int) -> range:
-        return range(g * self.shared, (g + 1) * self.shared)
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:
         if self.given is not None:
@@ -220,13 +218,10 @@ class _Subspaces(Part):
         nested: Sequence[subspace.Subspace] | None = None,
     ) -> None:
         self.sums, self.keep, self.recipe, self.nested = sums, keep, recipe, nested
-        self.shared, self.first = site.heads // site.groups, site.rotary_dims
+        self.shared, self.first, self.heads = len(site.sharing(0)), site.rotary_dims, site.sharing
         self.whole = sums.total()
         self.fit = cache(self._fit)
         self.head = lru_cache(maxsize=self.shared)(partial(self.whole.head, centred=True))  # of the group at work
-
-    def heads(self, g: int) -> range:
-        return range(g * self.shared, (g + 1) * self.shared)
 
     def _fit(self, g: int) -> subspace.Subspace:
         with timed("compensate"):
@@ -275,8 +270,7 @@ class _Subspaces(Part):
 
 def nested_maps(site: AttentionSite, grams: Grams) -> list[subspace.Subspace]:
     """The maps of every group of heads, without exact steps; their leading rows are the maps of every smaller width."""
-    shared = site.heads // site.groups
-    groups = [range(g * shared, (g + 1) * shared) for g in range(site.groups)]
+    groups = map(site.sharing, range(site.groups))
     return [subspace.nested([grams.head(h, centred=True) for h in group]) for group in groups]
 
 

@@ -217,6 +217,11 @@ class AttentionSite:
         """How many sets of dimensions are kept: one per key head."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
+    def sharing(self, g: int) -> range:
+        """The query heads that share key head `g`."""
+        shared = self.heads // self.groups
+        return range(g * shared, (g + 1) * shared)
+
     @property
     def rotary_dims(self) -> int:
         """Dimensions per head that are rotated by their position."""
