@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corp.adapters.linears import child, not_plain
-from corp.adapters.multihead import multihead
+from corp.adapters.multihead import KNOWN, multihead
 from corp.sites import AttentionSite, Finding, Mask, MLPSite, QKNorm, Refusal, Rotary, Rows, ValueSite, projection_of
 from corp.surgery.hf_attention import NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.hf_names import Names
-from corp.surgery.multihead import NarrowMultihead
 
 MASK = "attention_mask"
 
@@ -79,6 +78,13 @@ class Family:
         return f"transformers.models.{self.module}"
 
 
+def family(package: str, layer: str, *parts: Attention | Mlp) -> Family:
+    """A family with one layer class, in the modeling file that has the package's name."""
+    attentions = tuple(part for part in parts if isinstance(part, Attention))
+    mlps = tuple(part for part in parts if isinstance(part, Mlp))
+    return Family(f"{package}.modeling_{package}", {layer: Layer(attentions, mlps)})
+
+
 def find_in(model: nn.Module, families: dict[str, Family]) -> Iterator[Finding]:
     """The sites of all layers of known classes, each with the innermost model that owns it."""
     owners: list[str] = []
@@ -104,7 +110,7 @@ def attention_sites(model: nn.Module, layer: str, owner: str, entry: Attention, 
     module: Any = child(model, name)
     if module is None:
         return  # this model has no such cross-attention
-    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+    if type(module) in KNOWN:
         yield from multihead(name, module)
         return
     names = entry.names

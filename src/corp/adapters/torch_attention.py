@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 
 from corp.adapters.linears import not_plain
-from corp.adapters.multihead import multihead
+from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.registry import Adapter
 from corp.sites import Finding, Mask, MLPSite, Refusal, Rows
-from corp.surgery.multihead import NarrowMultihead
 
 PADDING = {nn.TransformerEncoderLayer: "src_key_padding_mask", nn.TransformerDecoderLayer: "tgt_key_padding_mask"}
 
@@ -19,7 +18,7 @@ def find(module: nn.Module) -> list[Finding] | None:
     """The sites of a module of a known class, exactly; a subclass may compute something else."""
     if type(module) in PADDING:
         return _torch_layer(module)
-    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+    if type(module) in KNOWN:
         return multihead("", module)
     where = f"{type(module).__module__}.{type(module).__name__}"
     if where == "torchvision.models.vision_transformer.EncoderBlock":
@@ -40,7 +39,7 @@ def _torch_layer(layer: Any) -> list[Finding]:
 
 def _attention(block: Any, name: str) -> list[Finding]:
     module = getattr(block, name)
-    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+    if type(module) in KNOWN:
         return multihead(name, module)
     return [Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")]
 
