@@ -46,7 +46,7 @@ def test_a_ridge_that_the_fit_of_heads_raised_is_in_the_plan_and_in_a_note(monke
     model, recipe = models.build("vit"), Recipe(attn=0.5, ridge=1e-3)
     stats = corp.calibrate(model, models.batches("vit"))
     monkeypatch.setattr(subspace, "solve", unsolved_once)
-    with pytest.warns(CorpWarning, match=r"singular at ridge=0\.001, so its ridge is 0\.1"):
+    with pytest.warns(CorpWarning, match=r"singular at ridge=0\.001, so the ridge is up to 0\.1"):
         made = corp.plan(model, stats, recipe)
     assert [site.ridge for site in made.sites].count(0.1) == 1
     assert {site.ridge for site in made.sites} == {1e-3, 0.1}

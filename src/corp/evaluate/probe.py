@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from corp.calibration.batches import evaluating, move, placement
 from corp.calibration.holdout import HoldOut
 from corp.errors import DataError, warn
-from corp.evaluate.dense import may_be_labels, warn_of_labels
+from corp.evaluate.dense import may_be_labels, require_classes, require_depths, warn_of_labels
 from corp.evaluate.heads import DEPTH, LEAST_DEPTH, HeadInfo, LinearHead, patch_map
 from corp.numerics.refit import RIDGES, GapMoments, choose_ridge, fit_gap, gap_left
 
@@ -128,23 +128,13 @@ def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> tuple[int, Ten
 
 def _added(counts: Tensor, maps: Tensor, ignore: int, classes: int | None) -> Tensor:
     labels = maps[maps != ignore].long()
-    if not len(labels):
-        return counts
-    low, high = int(labels.min()), int(labels.max())
-    most = classes or MOST_CLASSES
-    if low < 0 or high >= most:
-        odd = low if low < 0 else high
-        raise DataError(
-            f"label {odd} is neither one of the {most} classes, counted from 0, nor the ignored label {ignore}; if "
-            f"it marks unlabelled pixels, give ignore={odd}"
-        )
-    length = max(len(counts), high + 1)
-    return nn.functional.pad(counts, (0, length - len(counts))) + torch.bincount(labels, minlength=length)
+    require_classes(labels, classes or MOST_CLASSES, ignore)
+    found = torch.bincount(labels, minlength=len(counts))
+    return nn.functional.pad(counts, (0, len(found) - len(counts))) + found
 
 
 def _check_depths(medians: list[float]) -> None:
-    if not medians:
-        raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
+    require_depths(bool(medians))
     depth = float(torch.tensor(medians).median())
     if depth > DEEPEST:
         warn(f"the median depth is {depth:.4g}: are the maps in metres? For millimetres give scale=1000")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -270,6 +270,12 @@ def layers_of(site: Site) -> list[str]:
     if isinstance(site, MLPSite):
         return list(dict.fromkeys((*(rows.module for rows in site.up), *site.between, site.down)))
     return list(dict.fromkeys((site.v.module, site.down)))
+
+
+def and_others(sites: Sequence[Any]) -> str:
+    """The name of the first site, and how many others there are."""
+    others = f" and {len(sites) - 1} other sites" if len(sites) > 1 else ""
+    return f"{sites[0].name}{others}"
 
 
 def heads_of(site: Site) -> int | None:

@@ -16,7 +16,7 @@ from corp.planning.plan import Plan
 from corp.planning.planners import cost_of, pairs_of_all, plan_site
 from corp.planning.site_plan import SitePlan
 from corp.recipe import Recipe
-from corp.sites import Site, at_site, projection_at
+from corp.sites import Site, and_others, at_site, projection_at
 from corp.steps.allocation.allocator import Allocation, Allocator
 from corp.steps.allocation.budget import Budget, Sample
 from corp.steps.allocation.search import search
@@ -60,13 +60,13 @@ def plan_sites(dense: Dense, stats: Statistics, recipe: Recipe, found: Allocatio
 
 
 def _raised(planned: Sequence[SitePlan], ridge: float) -> list[str]:
-    """A note of the first site whose fit needed a larger ridge, and of how many others did."""
+    """A note of the sites whose fit needed a larger ridge, if there are any."""
     raised = [site for site in planned if site.ridge > ridge]
-    others = f" (and {len(raised) - 1} other site(s) with it)" if len(raised) > 1 else ""
-    return [
-        f"{site.name}{others}: the statistics are singular at ridge={ridge:g}, so its ridge is {site.ridge:g}"
-        for site in raised[:1]
-    ]
+    if not raised:
+        return []
+    largest = max(site.ridge for site in raised)
+    reason = f"the statistics are singular at ridge={ridge:g}, so the ridge is up to {largest:g} there"
+    return [f"{and_others(raised)}: {reason}"]
 
 
 def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:
