@@ -148,23 +148,25 @@ def _parts(
     return parts
 
 
-class _Dimensions(Part):
+class _Plain(Part):
     """Dimensions that are not rotated: `keep` of every key head, the same for the query heads that share it."""
 
+    def __init__(self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe, *, centred: bool) -> None:
+        self.sums, self.keep, self.recipe = sums, keep, recipe
+        self.width, self.first, self.heads = site.plain_width, site.rotary_dims, site.sharing
+        self.shared = len(site.sharing(0))
+        self.judged = recipe.compensate == "full" and held_out(sums)
+        self.head = lru_cache(maxsize=self.shared)(partial(sums.total().head, centred=centred))  # of the group at work
+
+
+class _Dimensions(_Plain):
+    """Single dimensions, compensated by the others; `given` are those of every key head, if they were chosen before."""
+
     def __init__(
-        self,
-        sums: SiteSums[Grams],
-        site: AttentionSite,
-        keep: int,
-        recipe: Recipe,
-        given: Sequence[Tensor] | None = None,
+        self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe, given: Sequence[Tensor] | None
     ) -> None:
-        self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
-        self.width, self.shared, self.first = site.plain_width, len(site.sharing(0)), site.rotary_dims
-        self.heads = site.sharing
-        self.whole = sums.total()
-        self.choose, self.fits = cache(self._choose), cache(self._fits)
-        self.head = lru_cache(maxsize=self.shared)(self.whole.head)  # of the group at work
+        super().__init__(sums, site, keep, recipe, centred=False)
+        self.given, self.choose, self.fits = given, cache(self._choose), cache(self._fits)
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:
         if self.given is not None:
@@ -188,13 +190,12 @@ class _Dimensions(Part):
         return Maps(queries, logit.head_map(kept, self.width, sides[0][1]))
 
     def cost(self, g: int) -> GroupCost:
-        judged = self.recipe.compensate == "full" and held_out(self.sums)
         return together(
             [
                 GroupCost(
                     *logit.distortion(system, M),
                     float(self.head(h).energy().sum()),
-                    *(self._judge(g, h) if judged else (None, None)),
+                    *(self._judge(g, h) if self.judged else (None, None)),
                 )
                 for h, (system, M) in zip(self.heads(g), self.fits(g), strict=True)
             ]
@@ -206,8 +207,8 @@ class _Dimensions(Part):
         return share(logit.error(seen, M), seen.T), share(logit.error(unseen, M), unseen.T)
 
 
-class _Subspaces(Part):
-    """Dimensions that are not rotated, as the best subspace, of which the leading directions are kept."""
+class _Subspaces(_Plain):
+    """The best subspace, of which the leading directions are kept; `nested` are its maps for a trial, if known."""
 
     def __init__(
         self,
@@ -215,13 +216,10 @@ class _Subspaces(Part):
         site: AttentionSite,
         keep: int,
         recipe: Recipe,
-        nested: Sequence[subspace.Subspace] | None = None,
+        nested: Sequence[subspace.Subspace] | None,
     ) -> None:
-        self.sums, self.keep, self.recipe, self.nested = sums, keep, recipe, nested
-        self.shared, self.first, self.heads = len(site.sharing(0)), site.rotary_dims, site.sharing
-        self.whole = sums.total()
-        self.fit = cache(self._fit)
-        self.head = lru_cache(maxsize=self.shared)(partial(self.whole.head, centred=True))  # of the group at work
+        super().__init__(sums, site, keep, recipe, centred=True)
+        self.nested, self.fit = nested, cache(self._fit)
 
     def _fit(self, g: int) -> subspace.Subspace:
         with timed("compensate"):
@@ -242,8 +240,7 @@ class _Subspaces(Part):
 
     def cost(self, g: int) -> GroupCost:
         fit = self.fit(g)
-        judged = self.recipe.compensate == "full" and held_out(self.sums)
-        unseen = self._judge(g) if judged else [(None, None)] * self.shared
+        unseen = self._judge(g) if self.judged else [(None, None)] * self.shared
         energies = [self.head(h).energy() for h in self.heads(g)]
         pruned = rank.strongest(energies, self.keep)[1]
         costs = []
