@@ -1,4 +1,4 @@
-"""The exception classes. Every message states the fact, the numbers and the remedy."""
+"""The exception classes, and warnings. Every message states the fact, the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -48,3 +48,9 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "corp":
         frame, level = frame.f_back, level + 1
     warnings.warn(message, CorpWarning, stacklevel=level)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, which may be pages long, or the error's class if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import corp
 from corp.cli import bench
 from corp.cli.bench import Contender, explain
+from corp.cli.models import place
 from corp.errors import ModelError, RecipeError
 from corp.measure import timing
 from corp.measure.footprint import disk_bytes, peak_bytes, weight_bytes
@@ -257,3 +258,25 @@ def test_a_folder_that_cannot_rebuild_its_base_says_what_to_do(pruned: Path, tmp
     result = run("bench", copy)
     assert result.exit_code == 1
     assert "corp bench DENSE" in " ".join(result.output.split())
+
+
+def test_a_model_that_fails_without_a_word_is_an_error_with_its_class() -> None:
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, _x: Tensor) -> Tensor:
+            raise RuntimeError
+
+    with pytest.raises(ModelError, match=r"2 samples of 3x4x4 failed: operations cannot .* its input: RuntimeError"):
+        bench.measure([Contender("silent", Silent(), {})], (3, 4, 4), 2, 6)
+    with pytest.raises(ModelError, match="cannot be used here: AssertionError"):
+        place(Unplaced(), "cpu", "auto")
+
+
+class Unplaced(nn.Module):
+    """A model that cannot be moved, and does not say why."""
+
+    def to(self, *_args: object, **_kwargs: object) -> Unplaced:  # type: ignore[override]
+        raise AssertionError

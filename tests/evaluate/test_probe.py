@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import corp
+from corp.calibration.holdout import HoldOut
 from corp.errors import CorpWarning
 from corp.evaluate.heads import HeadInfo, WithHead
 from corp.evaluate.probe import WeightedSums, fit_head, patch_targets
@@ -86,6 +87,17 @@ def test_patch_targets_equal_a_loop_over_patches() -> None:
         counts = torch.stack([factor[k] * (patch == k).sum() / 9 for k in range(3)])
         assert float(weight[b, i, j]) == pytest.approx(float(counts.sum()), rel=1e-5)
         torch.testing.assert_close(share[b, :, i, j], counts / counts.sum())
+
+
+def test_the_images_that_choose_the_ridge_are_those_of_the_one_hold_out_rule() -> None:
+    """Labels of these images alone are of no use for a fit, and those of the others alone cannot choose its ridge."""
+    images, rule = torch.rand(24, 3, 4, 6), HoldOut(24)
+    held = torch.tensor([rule.holds(i) for i in range(24)])
+    for unlabelled in (held, ~held):
+        maps = torch.randint(0, 2, (24, 4, 6))
+        maps[unlabelled] = 255
+        with pytest.raises(corp.CorpError, match="no labelled pixel in the images"):
+            fit_head(Pixels().eval(), pairs(maps, images), HeadInfo())
 
 
 def test_memory_does_not_grow_with_the_images() -> None:

@@ -123,7 +123,7 @@ def test_sweeps_lower_the_error_below_the_start_and_below_compensated_coordinate
 def test_distortion_equals_brute_force(folded: bool) -> None:
     (q,), k = samples(1)
     (head,) = grams_of(q[None], k, folded=folded)
-    (A,), B = subspace.fit_subspace([head], KEEP, ridge=0.3)
+    (A,), B, _ = subspace.fit_subspace([head], KEEP, ridge=0.3)
     found = subspace.distortion(head, A, B, strongest([head.energy()], KEEP)[1])
     assert pytest.approx(logit_error(q, k, A, B), rel=1e-9) == found.J
     assert found.J_star == found.J
@@ -167,7 +167,9 @@ def test_keys_of_which_only_rounding_errors_vary_leave_the_start() -> None:
 
     residual = torch.ones(D, KEEP)
     for ridge in (0.0, 1e-3):
-        assert not subspace._step(Noise(), residual, ridge, None).any()
+        change, used = subspace._step(Noise(), residual, ridge, None)
+        assert not change.any()
+        assert used == ridge  # nothing was raised
 
 
 def test_folded_sums_give_the_same_subspace_and_survive_a_file() -> None:

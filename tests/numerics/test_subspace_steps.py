@@ -87,9 +87,10 @@ def test_a_ridge_is_raised_a_hundredfold_until_the_step_can_be_solved(
     operator = Entries(pack(L)[:, None], pack(R)[:, None], D, KEEP)
     residual = draw(D, KEEP, seed=7)
     lam = 1e-5 * 100**power * float(L.diagonal().mean())
-    found = subspace._step(operator, residual, 1e-5, None)
+    found, used = subspace._step(operator, residual, 1e-5, None)
     expected = torch.linalg.solve(L + lam * torch.eye(D, dtype=torch.float64), residual)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert used == pytest.approx(1e-5 * 100**power)
 
 
 def test_a_step_that_no_ridge_makes_possible_is_none() -> None:
@@ -98,8 +99,10 @@ def test_a_step_that_no_ridge_makes_possible_is_none() -> None:
     Q = torch.linalg.qr(draw(D, D, seed=6)).Q
     R = torch.eye(KEEP, dtype=torch.float64)
     operator = Entries(pack(Q * values @ Q.mT)[:, None], pack(R)[:, None], D, KEEP)
-    assert not subspace._step(operator, draw(D, KEEP, seed=7), 1e-5, None).any()
-    assert subspace._step(operator, draw(D, KEEP, seed=7), 1e-4, None).any()
+    change, used = subspace._step(operator, draw(D, KEEP, seed=7), 1e-5, None)
+    assert not change.any()
+    assert used == pytest.approx(1e-1)
+    assert subspace._step(operator, draw(D, KEEP, seed=7), 1e-4, None)[0].any()
 
 
 @pytest.mark.parametrize("s", [1e-6, 1.0])
@@ -108,5 +111,5 @@ def test_keys_of_one_direction_need_one_dimension(direction: Tensor, s: float) -
     """Whatever the unit: what does not vary, up to rounding or at all, is small beside what does."""
     q, k = draw(7, 11, D, seed=1), s * draw(7, 11, 1, seed=3) * direction
     sums = SampledHead(D, *(pack(x.mT @ x).mT.contiguous() for x in (q, k)))
-    (A,), B = subspace.leading(subspace.nested([sums]), 1)
+    (A,), B, _ = subspace.leading(subspace.nested([sums]), 1)
     torch.testing.assert_close((q @ A.mT) @ (k @ B.mT).mT / s, q @ k.mT / s, rtol=1e-4, atol=1e-4)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 import corp
 from corp import Recipe
+from corp.errors import CorpWarning, SingularSystemError
 from corp.io.observer import SILENT
+from corp.numerics import kronecker, subspace
 from corp.planning.widths import not_as_requested
 from corp.sites import Sites
 from corp.steps.allocation.allocator import Allocator
@@ -28,3 +33,20 @@ def test_what_a_block_lacks_is_not_said_of_the_whole_model() -> None:
     assert not any("changes nothing" in note for note in made.notes)
     assert any("changes nothing" in note for note in not_as_requested(part.sites, recipe))
     assert not_as_requested(whole.sites, recipe) == []
+
+
+def test_a_ridge_that_the_fit_of_heads_raised_is_in_the_plan_and_in_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter(range(1000))
+
+    def unsolved_once(operator: Any, rhs: Tensor, lam: float, tolerance: float | None = None) -> Tensor:
+        if next(steps) == 0:
+            raise SingularSystemError("only rounding errors vary")
+        return kronecker.solve(operator, rhs, lam, tolerance)
+
+    model, recipe = models.build("vit"), Recipe(attn=0.5, ridge=1e-3)
+    stats = corp.calibrate(model, models.batches("vit"))
+    monkeypatch.setattr(subspace, "solve", unsolved_once)
+    with pytest.warns(CorpWarning, match=r"singular at ridge=0\.001, so the ridge is up to 0\.1"):
+        made = corp.plan(model, stats, recipe)
+    assert [site.ridge for site in made.sites].count(0.1) == 1
+    assert {site.ridge for site in made.sites} == {1e-3, 0.1}

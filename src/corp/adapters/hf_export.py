@@ -14,7 +14,7 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from corp.adapters.examples import inputs
 from corp.adapters.hf import rebuild
@@ -176,11 +176,6 @@ def read_deci(folder: Path, dtype: torch.dtype) -> nn.Module:
     return loaded
 
 
-def example(model: nn.Module) -> dict[str, Tensor]:
-    """A small random batch with the inputs that the model's forward takes."""
-    return inputs(model)
-
-
 def companions(sources: list[str], folder: Path) -> list[str]:
     """Copy tokenizer and preprocessing files from the first source that has any; returns their names."""
     for source in sources:
@@ -213,4 +208,4 @@ def call(identity: dict[str, Any], folder: str) -> str:
     return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({folder!r})"
 
 
-LIBRARY = Library("transformers", resize, write, read, example, companions, call, resize_heads)
+LIBRARY = Library("transformers", resize, write, read, inputs, companions, call, resize_heads)

@@ -12,12 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from corp.adapters.multihead import multihead
+from corp.adapters.linears import child, not_plain
+from corp.adapters.multihead import KNOWN, multihead
 from corp.sites import AttentionSite, Finding, Mask, MLPSite, QKNorm, Refusal, Rotary, Rows, ValueSite, projection_of
 from corp.surgery.hf_attention import NarrowAttention, RotaryAttention, narrow, rotated_dims
 from corp.surgery.hf_names import Names
-from corp.surgery.linear import why_not_linear
-from corp.surgery.multihead import NarrowMultihead
 
 MASK = "attention_mask"
 
@@ -79,6 +78,13 @@ class Family:
         return f"transformers.models.{self.module}"
 
 
+def family(package: str, layer: str, *parts: Attention | Mlp) -> Family:
+    """A family with one layer class, in the modeling file that has the package's name."""
+    attentions = tuple(part for part in parts if isinstance(part, Attention))
+    mlps = tuple(part for part in parts if isinstance(part, Mlp))
+    return Family(f"{package}.modeling_{package}", {layer: Layer(attentions, mlps)})
+
+
 def find_in(model: nn.Module, families: dict[str, Family]) -> Iterator[Finding]:
     """The sites of all layers of known classes, each with the innermost model that owns it."""
     owners: list[str] = []
@@ -101,10 +107,10 @@ def _inside(name: str, owner: str) -> bool:
 
 def attention_sites(model: nn.Module, layer: str, owner: str, entry: Attention, family: Family) -> Iterator[Finding]:
     name = f"{layer}.{entry.path}"
-    module: Any = _child(model, name)
+    module: Any = child(model, name)
     if module is None:
         return  # this model has no such cross-attention
-    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+    if type(module) in KNOWN:
         yield from multihead(name, module)
         return
     names = entry.names
@@ -191,7 +197,7 @@ def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], fam
     """The MLP of a layer, of any of the possible classes."""
     for entry in entries:
         site = f"{name}.{entry.name}" if name else entry.name
-        if entry.cls is not None and not _is(_child(layer, entry.name), family, entry.cls):
+        if entry.cls is not None and not _is(child(layer, entry.name), family, entry.cls):
             continue
         linears = (*entry.up, entry.down)
         if problem := not_plain(layer, *linears):
@@ -208,33 +214,18 @@ def _mlps(layer: nn.Module, name: str, owner: str, entries: tuple[Mlp, ...], fam
             yield MLPSite(site, up, f"{name}.{entry.down}", mask=Mask(owner, entry.mask) if entry.mask else None)
         return
     if entries:
-        found: Any = _child(layer, entries[0].name)
+        found: Any = child(layer, entries[0].name)
         reason = f"{type(found).__module__}.{type(found).__name__} is not understood"
         yield Refusal(f"{name}.{entries[0].name}", "mlp", reason)
 
 
 def _chunked(layer: nn.Module, entry: Mlp) -> bool:
-    return bool(getattr(_child(layer, entry.name), "chunk_size_feed_forward", 0))
+    return bool(getattr(child(layer, entry.name), "chunk_size_feed_forward", 0))
 
 
 def _is(module: Any, family: Family, cls: str) -> bool:
     """Whether the module has exactly this type; a subclass may compute something else."""
     return (type(module).__module__, type(module).__name__) == (family.path, cls)
-
-
-def _child(parent: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return parent.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def not_plain(module: nn.Module, *paths: str) -> str | None:
-    """Why one of these cannot be narrowed like a linear layer (an adapter on it, quantisation, a parametrisation …)."""
-    for path in paths:
-        if problem := why_not_linear(_child(module, path)):
-            return f"{path} {problem}"
-    return None
 
 
 def kernel(module: Any) -> Callable[..., Any]:

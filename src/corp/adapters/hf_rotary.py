@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from corp.adapters.hf_layers import Attention, Family, Layer, Mlp
+from corp.adapters.hf_layers import Attention, Family, Mlp, family
 from corp.adapters.structure import NORMALISED
 from corp.surgery.hf_attention import RotaryAttention
 from corp.surgery.hf_names import Names
@@ -32,7 +32,7 @@ def _family(
     package: str, prefix: str, attention: Attention, up: tuple[str, ...] = _GATED, down: str = "mlp.down_proj"
 ) -> Family:
     mlp = Mlp("mlp", up, down, cls=f"{prefix}MLP")
-    return Family(f"{package}.modeling_{package}", {f"{prefix}DecoderLayer": Layer((attention,), (mlp,))})
+    return family(package, f"{prefix}DecoderLayer", attention, mlp)
 
 
 def _layer_norms(module: Any) -> str | None:
@@ -46,41 +46,26 @@ def _bidirectional(module: Any) -> str | None:
 WINDOW = (("sliding_window", "sliding_window"),)
 CONFIG_WINDOW = (("sliding_window", "config.sliding_window"),)
 NORMED = rotary_names("o_proj", extras=WINDOW, norms=("q_norm", "k_norm"))
-SOFTCAP = (("softcap", "attn_logit_softcapping"),)
+SOFT = rotary_names("o_proj", extras=(*WINDOW, ("softcap", "attn_logit_softcapping")))
+WINDOWED = rotary_names("o_proj", extras=CONFIG_WINDOW)
+PACKED = rotary_names("o_proj", parts=(("qkv_proj", "qkv"),), extras=CONFIG_WINDOW)
+BY_HEAD = rotary_names("dense", parts=(("query_key_value", "qkv"),), by_head=True, head_dim="head_size", kv_heads=None)
 
 FAMILIES = (
     _family("llama", "Llama", _attention("LlamaAttention", rotary_names("o_proj"))),
-    _family(
-        "mistral",
-        "Mistral",
-        _attention("MistralAttention", rotary_names("o_proj", extras=CONFIG_WINDOW), window=window_of),
-    ),
+    _family("mistral", "Mistral", _attention("MistralAttention", WINDOWED, window=window_of)),
     _family("qwen2", "Qwen2", _attention("Qwen2Attention", rotary_names("o_proj", extras=WINDOW), window=window_of)),
     _family("qwen3", "Qwen3", _attention("Qwen3Attention", NORMED, window=window_of)),
-    Family(  # its MLPs are mixtures of experts, found by structure
-        "qwen3_moe.modeling_qwen3_moe",
-        {"Qwen3MoeDecoderLayer": Layer((_attention("Qwen3MoeAttention", NORMED, window=window_of),))},
-    ),
-    Family(
-        "qwen3_vl.modeling_qwen3_vl",
-        {
-            "Qwen3VLTextDecoderLayer": Layer(
-                (_attention("Qwen3VLTextAttention", rotary_names("o_proj", norms=NORMED.norms)),),
-                (Mlp("mlp", _GATED, "mlp.down_proj", cls="Qwen3VLTextMLP"),),
-            )
-        },
+    # Its MLPs are mixtures of experts, found by structure.
+    family("qwen3_moe", "Qwen3MoeDecoderLayer", _attention("Qwen3MoeAttention", NORMED, window=window_of)),
+    family(
+        "qwen3_vl",
+        "Qwen3VLTextDecoderLayer",
+        _attention("Qwen3VLTextAttention", rotary_names("o_proj", norms=NORMED.norms)),
+        Mlp("mlp", _GATED, "mlp.down_proj", cls="Qwen3VLTextMLP"),
     ),
     _family("gemma", "Gemma", _attention("GemmaAttention", rotary_names("o_proj"), refuse=_bidirectional)),
-    _family(
-        "gemma2",
-        "Gemma2",
-        _attention(
-            "Gemma2Attention",
-            rotary_names("o_proj", extras=(*WINDOW, *SOFTCAP)),
-            window=window_of,
-            refuse=_bidirectional,
-        ),
-    ),
+    _family("gemma2", "Gemma2", _attention("Gemma2Attention", SOFT, window=window_of, refuse=_bidirectional)),
     _family(
         "gemma3",
         "Gemma3",
@@ -89,37 +74,11 @@ FAMILIES = (
     _family(
         "phi", "Phi", _attention("PhiAttention", rotary_names("dense"), refuse=_layer_norms), ("mlp.fc1",), "mlp.fc2"
     ),
-    _family(
-        "phi3",
-        "Phi3",
-        _attention(
-            "Phi3Attention",
-            rotary_names("o_proj", parts=(("qkv_proj", "qkv"),), extras=CONFIG_WINDOW),
-            window=window_of,
-        ),
-        ("mlp.gate_up_proj",),
-    ),
-    Family(
-        "gpt_neox.modeling_gpt_neox",
-        {
-            "GPTNeoXLayer": Layer(
-                (
-                    Attention(
-                        "attention",
-                        "GPTNeoXAttention",
-                        rotary_names(
-                            "dense",
-                            parts=(("query_key_value", "qkv"),),
-                            by_head=True,
-                            head_dim="head_size",
-                            kv_heads=None,
-                        ),
-                        causal=True,
-                        convention=RotaryAttention,
-                    ),
-                ),
-                (Mlp("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", cls="GPTNeoXMLP"),),
-            )
-        },
+    _family("phi3", "Phi3", _attention("Phi3Attention", PACKED, window=window_of), ("mlp.gate_up_proj",)),
+    family(
+        "gpt_neox",
+        "GPTNeoXLayer",
+        Attention("attention", "GPTNeoXAttention", BY_HEAD, causal=True, convention=RotaryAttention),
+        Mlp("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h", cls="GPTNeoXMLP"),
     ),
 )

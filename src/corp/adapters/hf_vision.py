@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from corp.adapters.hf_layers import MASK, Attention, Family, Layer, Mlp
+from dataclasses import replace
+from typing import Any
+
+from corp.adapters.hf_layers import MASK, Attention, Family, Layer, Mlp, family
 from corp.surgery.hf_names import Names
 
 _PARTS = (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
@@ -16,29 +19,24 @@ def _vit(package: str, prefix: str) -> Family:
     plain = Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP", mask=None)
     gated = Mlp("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", cls=f"{prefix}SwiGLUFFN", mask=None)
     attention = Attention("attention", f"{prefix}Attention", _VIT, q_mask=None, k_mask=None)
-    return Family(f"{package}.modeling_{package}", {f"{prefix}Layer": Layer((attention,), (plain, gated))})
+    return family(package, f"{prefix}Layer", attention, plain, gated)
 
 
 def _clip(package: str, prefix: str) -> Family:
     """Two towers of one layer class: the text tower has a mask, and is causal in CLIP but not in SigLIP."""
-    layer = Layer(
-        (
-            Attention(
-                "self_attn",
-                f"{prefix}Attention",
-                _CLIP,
-                causal=lambda model, _attention: type(model).__name__ == "CLIPTextModel",
-            ),
-        ),
-        (Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP"),),
-    )
-    # SigLIP's pooling: a learned query attends to all patches.
-    pool = Layer(
-        (Attention("attention", "MultiheadAttention", _CLIP, q_mask=None, k_mask=None),),
-        (Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP", mask=None),),
-    )
-    layers = {f"{prefix}EncoderLayer": layer, f"{prefix}MultiheadAttentionPoolingHead": pool}
+    attention = Attention("self_attn", f"{prefix}Attention", _CLIP, causal=_of_clip_text)
+    pooling = Attention("attention", "MultiheadAttention", _CLIP, q_mask=None, k_mask=None)
+    mlp = Mlp("mlp", ("mlp.fc1",), "mlp.fc2", cls=f"{prefix}MLP")
+    layers = {
+        f"{prefix}EncoderLayer": Layer((attention,), (mlp,)),
+        # SigLIP's pooling: a learned query attends to all patches.
+        f"{prefix}MultiheadAttentionPoolingHead": Layer((pooling,), (replace(mlp, mask=None),)),
+    }
     return Family(f"{package}.modeling_{package}", layers)
+
+
+def _of_clip_text(model: Any, _attention: Any) -> bool:
+    return type(model).__name__ == "CLIPTextModel"
 
 
 # Whisper pads with silence: its encoder has no mask, and all tokens that cross-attention sees are real.

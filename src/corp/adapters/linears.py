@@ -34,6 +34,22 @@ def in_block(name: str) -> bool:
     return any(NUMBERED.fullmatch(part) for part in name.split(".")[:-1])
 
 
+def child(parent: nn.Module, path: str) -> nn.Module | None:
+    """The module at this path, if there is one."""
+    try:
+        return parent.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def not_plain(module: nn.Module, *paths: str) -> str | None:
+    """Why one of these cannot be narrowed like a linear layer (an adapter on it, quantisation, a parametrisation …)."""
+    for path in paths:
+        if problem := why_not_linear(child(module, path)):
+            return f"{path} {problem}"
+    return None
+
+
 def not_linear(module: Any) -> str | None:
     """Why a layer cannot be narrowed; a subclass of nn.Linear can be if it computes the same as nn.Linear."""
     problem = what_changes_it(module) if is_pointwise(module) else why_not_linear(module)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from corp.adapters import hub, timm_names
 from corp.adapters.shell import without_weights
-from corp.errors import DataError, ModelError
+from corp.errors import DataError, ModelError, first_line
 
 
 def create(
@@ -123,9 +123,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, EOFError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read as weights: {error}") from error
     except Exception as error:  # torch.load refuses pickles with code by an UnpicklingError
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
-            f"{path} holds more than weights, or is damaged (no pickle is run): {first}; save "
+            f"{path} holds more than weights, or is damaged (no pickle is run): {first_line(error)}; save "
             "model.state_dict() alone, best as .safetensors"
         ) from error
     for key in ("model", "state_dict"):  # the usual keys of training scripts

@@ -17,11 +17,11 @@ from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelSca
 from timm.models.vision_transformer_relpos import RelPosAttention, VisionTransformerRelPos
 from torch import nn
 
+from corp.adapters.linears import not_plain
 from corp.adapters.registry import Adapter
 from corp.errors import ModelError
 from corp.sites import AttentionSite, Finding, MLPSite, Refusal, Rows, ValueSite
 from corp.surgery.attention import LatentPool, PackedAttention, RelativeAttention
-from corp.surgery.linear import why_not_linear
 
 FAMILIES = (VisionTransformer, VisionTransformerRelPos, Eva, Beit)
 # Supported attention classes, dense or narrowed, and their narrowed class.
@@ -66,7 +66,7 @@ def _in_a_block(name: str) -> bool:
 def _mlp(name: str, mlp: Any) -> Finding:
     split = type(mlp) is SwiGLU
     makers = ("fc1_g", "fc1_x") if split else ("fc1",)
-    if problem := _not_plain_linear(mlp, *makers, "fc2"):
+    if problem := not_plain(mlp, *makers, "fc2"):
         return Refusal(name, "mlp", problem)
     if not isinstance(mlp.norm, nn.Identity):
         return Refusal(name, "mlp", "a norm between activation and second linear mixes all hidden channels")
@@ -80,7 +80,7 @@ def _attention(name: str, attention: Any) -> Iterator[Finding]:
     """Queries and keys, and values, of an attention that may have been narrowed before."""
     pool = isinstance(attention, AttentionPoolLatent | LatentPool)
     values = f"{name}.proj"
-    problem = _not_plain_linear(attention, *(("q", "kv") if pool else ("qkv",)), "proj") or _normalised(attention)
+    problem = not_plain(attention, *(("q", "kv") if pool else ("qkv",)), "proj") or _normalised(attention)
     if problem:
         yield from (Refusal(name, "attn", problem), Refusal(values, "vo", problem))
         return
@@ -112,14 +112,6 @@ def _normalised(attention: Any) -> str | None:
     if all(isinstance(getattr(attention, norm, nn.Identity()), nn.Identity) for norm in ("q_norm", "k_norm")):
         return None
     return "QK-norm normalises over all head dimensions, so a correction cannot be folded through it"
-
-
-def _not_plain_linear(module: nn.Module, *names: str) -> str | None:
-    """Why one of these children cannot be narrowed like nn.Linear (a wrapper, a convolution, a parametrisation …)."""
-    for name in names:
-        if problem := why_not_linear(getattr(module, name)):
-            return f"{name} {problem}"
-    return None
 
 
 # Arguments of create_model that the model stores: enough to rebuild the usual variations of a named model.

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from corp.adapters.multihead import multihead
+from corp.adapters.linears import not_plain
+from corp.adapters.multihead import KNOWN, multihead
 from corp.adapters.registry import Adapter
 from corp.sites import Finding, Mask, MLPSite, Refusal, Rows
-from corp.surgery.linear import why_not_linear
-from corp.surgery.multihead import NarrowMultihead
 
 PADDING = {nn.TransformerEncoderLayer: "src_key_padding_mask", nn.TransformerDecoderLayer: "tgt_key_padding_mask"}
 
@@ -19,7 +18,7 @@ def find(module: nn.Module) -> list[Finding] | None:
     """The sites of a module of a known class, exactly; a subclass may compute something else."""
     if type(module) in PADDING:
         return _torch_layer(module)
-    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+    if type(module) in KNOWN:
         return multihead("", module)
     where = f"{type(module).__module__}.{type(module).__name__}"
     if where == "torchvision.models.vision_transformer.EncoderBlock":
@@ -40,24 +39,16 @@ def _torch_layer(layer: Any) -> list[Finding]:
 
 def _attention(block: Any, name: str) -> list[Finding]:
     module = getattr(block, name)
-    if type(module) in (nn.MultiheadAttention, NarrowMultihead):
+    if type(module) in KNOWN:
         return multihead(name, module)
     return [Refusal(name, "attn", f"{type(module).__module__}.{type(module).__name__} is not understood")]
 
 
 def _mlp(block: Any, name: str, up: str, down: str, *, batch_first: bool = True, mask: Mask | None = None) -> Finding:
-    for path in (up, down):
-        if problem := why_not_linear(_child(block, path)):
-            return Refusal(name, "mlp", f"{path} {problem}")
+    if problem := not_plain(block, up, down):
+        return Refusal(name, "mlp", problem)
     width: int = block.get_submodule(down).in_features
     return MLPSite(name, (Rows(up, 0, width),), down, mask=mask, batch_first=batch_first)
-
-
-def _child(block: nn.Module, path: str) -> object:
-    try:
-        return block.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 ADAPTER = Adapter("torch", find)

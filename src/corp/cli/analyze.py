@@ -18,7 +18,7 @@ from corp.cli.expand import expanded
 from corp.cli.inputs import calibrated
 from corp.cli.models import load_model
 from corp.errors import DataError
-from corp.evaluate.redundancy import Analysis, Row
+from corp.evaluate.redundancy import Analysis, Redundancy
 from corp.evaluate.redundancy import analyze as measure
 from corp.io.files import new_folder, refuse_existing, write_json
 from corp.io.tables import write_csv
@@ -80,7 +80,7 @@ def _show(analysis: Analysis, samples: int) -> None:
         note(f"{site}: queries and keys are not available: {reason}")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Redundancy) -> list[str]:
     cells = [str(row.dim), f"{row.effective_rank:.1f}", f"{row.rank_ratio:.3f}"]
     for k in (row.k95_channels, row.k95_eigenvalues):
         cells += [str(k), f"{k / row.dim:.3f}"]
@@ -111,7 +111,7 @@ def _picture(analysis: Analysis, title: str) -> Element:
     return svg.picture(title, left, svg.line_chart(title, heads, axes, shown, x_shown))
 
 
-def _range(rows: list[Row], name: str) -> svg.Series:
+def _range(rows: list[Redundancy], name: str) -> svg.Series:
     """Effective rank over width per attention: the mean over its heads as a line, their range as a band."""
     sites: dict[str, list[float]] = {}
     for row in rows:

@@ -67,6 +67,10 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     option("Number format of the forward pass; the result is never wider than the checkpoint.", MACHINE),
 ]
+Labels = Annotated[
+    str | None,
+    typer.Option(help="CSV of file,label, or none for no labels.", show_default="sub-folders or synset ids"),
+]
 OutFolder = Annotated[Path, option("Folder to write; it must not exist.", OUTPUT, "--out", "-o")]
 Overwrite = Annotated[bool, option("Replace the output if it exists.", OUTPUT, "--overwrite")]
 Json = Annotated[bool, option("Print JSON instead of tables.", OUTPUT, "--json")]

@@ -19,7 +19,7 @@ from corp.cli import arguments as a
 from corp.cli.console import command, note, show_json, show_table
 from corp.cli.inputs import sequence_length
 from corp.cli.models import CAUSAL, ENCODER, kind_of, load_model, place
-from corp.errors import CorpError, ModelError, warn
+from corp.errors import CorpError, ModelError, first_line, warn
 from corp.measure import timing
 from corp.measure.footprint import Sizes, measure_sizes
 from corp.recipe import FAST, ROUNDING_KEYS
@@ -164,8 +164,8 @@ def measure(contenders: list[Contender], shape: tuple[int, ...], batch: int, rou
         single = timing.interleave(calls[1], rounds=rounds, repeats=LATENCY_CALLS)
         batched = timing.interleave(calls[batch], rounds=rounds)
     except (RuntimeError, AssertionError, TypeError, IndexError, ModelError) as error:  # an input that does not fit
-        what, first = "x".join(map(str, shape)), str(error).splitlines()[0]
-        raise ModelError(f"a forward pass over {batch} samples of {what} failed: {first}") from error
+        what = "x".join(map(str, shape))
+        raise ModelError(f"a forward pass over {batch} samples of {what} failed: {first_line(error)}") from error
     found = zip(contenders, sizes, single, batched, strict=True)
     tokens = shape[0] if takes_texts(contenders[0].model) else None
     return [Measured(c.name, size, timing.Times(batch, one, many), tokens) for c, size, one, many in found]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from corp.calibration.batches import Forward, placement
 from corp.cli.arguments import Source
 from corp.cli.console import note, progress, show_table
-from corp.cli.evaluation import AWAY, CLOSE, PERCENT, Evaluated, Evaluation, Row, base_name
+from corp.cli.evaluation import AWAY, CLOSE, PERCENT, Evaluated, Evaluation, ModelScores, base_name
 from corp.cli.models import preprocessing_of
 from corp.data.dense import DensePairs, WholeImage, find_pairs, match_maps
 from corp.data.images import ImageBatches, choose, list_images
@@ -68,7 +68,7 @@ def _task(loaded: dict[str, nn.Module], info: HeadInfo | None, wanted: str | Non
     return task
 
 
-def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[Row]:
+def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[ModelScores]:
     """The scores; for all but the first, also the difference from its scores and the closeness to its maps."""
     truths = [score.truth.estimates() if score.truth else {} for score in metrics]
     rows = []
@@ -77,7 +77,7 @@ def _rows(loaded: dict[str, nn.Module], metrics: list[Any]) -> list[Row]:
         if i and score.likeness:
             found |= {f"{key}{AWAY}": one - truths[0][key] for key, one in truth.items()}
             found |= {f"{key}{CLOSE}": one for key, one in score.likeness.estimates().items()}
-        rows.append(Row(name, count_params(model), {key: one.interval() for key, one in found.items()}))
+        rows.append(ModelScores(name, count_params(model), {key: one.interval() for key, one in found.items()}))
     return rows
 
 
@@ -166,7 +166,7 @@ def used_with(
     return batches, None if found is None else forward
 
 
-def show_dense(content: dict[str, Any], rows: list[Row]) -> None:
+def show_dense(content: dict[str, Any], rows: list[ModelScores]) -> None:
     """Print a table of scores, and one of differences and closeness if models are compared."""
     title = f"{content['task']}, {content['data']['images']} images, 95 % intervals over images"
     names = list(rows[0].numbers)
@@ -176,7 +176,7 @@ def show_dense(content: dict[str, Any], rows: list[Row]) -> None:
         _show("compared with the dense model", rows[1:], [name for name in rows[1].numbers if name not in names])
 
 
-def _show(title: str, rows: list[Row], names: list[str]) -> None:
+def _show(title: str, rows: list[ModelScores], names: list[str]) -> None:
     show_table(title, ["model", "params", *map(_title, names)], [row.cells(names) for row in rows])
 
 

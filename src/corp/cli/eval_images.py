@@ -10,7 +10,7 @@ from torch import nn
 
 from corp.calibration.batches import placement
 from corp.cli.console import note, progress, show_table
-from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
+from corp.cli.evaluation import Evaluated, Evaluation, ModelScores, known_of
 from corp.cli.inputs import IMAGE_BATCH, tell_skipped
 from corp.cli.models import classes_of, preprocessing_of
 from corp.data.images import ImageBatches, choose, list_images
@@ -110,7 +110,7 @@ def _line(transform: Any) -> str:
     return " ".join(str(transform).translate(str.maketrans("[]", "()")).split())
 
 
-def _row(name: str, contender: Contender) -> Row:
+def _row(name: str, contender: Contender) -> ModelScores:
     intervals = contender.metric.intervals() if isinstance(contender.metric, Score) else {}
     numbers = known_of(intervals, NUMBERS, NUMBERS[:2] if contender.features is None else NUMBERS)
     extra: dict[str, Any] = {"features": None}
@@ -120,10 +120,10 @@ def _row(name: str, contender: Contender) -> Row:
         extra["features"] = {"final": likeness.pop(FINAL, None), "blocks": likeness, "not_compared": unlike}
         for part, reason in list(unlike.items())[:1]:
             note(f"{name}: {len(unlike)} part(s) cannot be compared, such as {part}: {reason}")
-    return Row(name, count_params(contender.model), numbers, extra)
+    return ModelScores(name, count_params(contender.model), numbers, extra)
 
 
-def show_images(content: dict[str, Any], rows: list[Row]) -> None:
+def show_images(content: dict[str, Any], rows: list[ModelScores]) -> None:
     show_table(f"{content['data']['images']} images, 95 % intervals", COLUMNS, [row.cells() for row in rows])
     found = {row.name: row.extra["features"] for row in rows if row.extra["features"]}
     likeness = {name: {FINAL: parts["final"], **parts["blocks"]} for name, parts in found.items()}

@@ -12,7 +12,7 @@ from torch import nn
 from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
-from corp.cli.evaluation import Evaluated, Evaluation, Row, known_of
+from corp.cli.evaluation import Evaluated, Evaluation, ModelScores, known_of
 from corp.cli.inputs import sequence_length, sequences_per_batch
 from corp.data import sts, text
 from corp.errors import DataError
@@ -39,7 +39,8 @@ def evaluate_texts(loaded: dict[str, nn.Module], asked: Evaluation) -> Evaluated
         require()
     tokenizer = m.tokenizer_of(first, asked.text.tokenizer)
     rows = [
-        Row(name, count_params(model), dict.fromkeys(NUMBERS[kind]), {"tasks": None}) for name, model in loaded.items()
+        ModelScores(name, count_params(model), dict.fromkeys(NUMBERS[kind]), {"tasks": None})
+        for name, model in loaded.items()
     ]
     content: dict[str, Any] = {
         "kind": kind,
@@ -112,7 +113,7 @@ def judge(kind: str, models: Sequence[nn.Module], batches: text.TextBatches, *, 
         return judged(models, metric, data, models[0] if len(models) > 1 else None, advance)
 
 
-def _measure_sts(models: Sequence[nn.Module], rows: Sequence[Row], tokenizer: Any, asked: Evaluation) -> int:
+def _measure_sts(models: Sequence[nn.Module], rows: Sequence[ModelScores], tokenizer: Any, asked: Evaluation) -> int:
     """Measure the rank correlation with human scores; return the number of pairs."""
     assert asked.sts is not None
     pairs = sts.read_pairs(asked.sts)
@@ -125,7 +126,7 @@ def _measure_sts(models: Sequence[nn.Module], rows: Sequence[Row], tokenizer: An
     return len(pairs.scores)
 
 
-def show_texts(content: dict[str, Any], rows: Sequence[Row]) -> None:
+def show_texts(content: dict[str, Any], rows: Sequence[ModelScores]) -> None:
     about = []
     if content["data"]:
         about.append(f"{content['data']['tokens']} tokens ({content['data']['sequences_are']})")

@@ -26,10 +26,7 @@ class Evaluation:
     data: Annotated[list[Path], typer.Option(help="Folder of images, or texts; may be repeated.")] = field(
         default_factory=list
     )
-    labels: Annotated[
-        str | None,
-        typer.Option(help="CSV of file,label, or none for no labels.", show_default="sub-folders or synset ids"),
-    ] = None
+    labels: a.Labels = None
     samples: Annotated[
         int | None,
         typer.Option(help="How many images, documents or sequences to draw by --seed.", min=1, show_default="all"),
@@ -61,7 +58,7 @@ class Evaluation:
 
 
 @dataclass
-class Row:
+class ModelScores:
     """A model, under its given name; `extra` holds results that are not a number with an interval."""
 
     name: str

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from corp.cli.console import note
-from corp.errors import CorpError, DataError, ModelError
+from corp.errors import CorpError, DataError, ModelError, first_line
 from corp.io.files import read_json
 from corp.storage import folder as storage
 
@@ -195,4 +195,4 @@ def place(model: nn.Module, device: str, dtype: str) -> nn.Module:
         model = model.to(_device(device))
         return model if dtype == "auto" else _cast(model, DTYPES[dtype])
     except (RuntimeError, AssertionError) as error:  # torch has no exception class for "no such device"
-        raise ModelError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"--device {device} cannot be used here: {first_line(error)}") from error

@@ -65,10 +65,7 @@ def sweep(
     data: Annotated[
         list[Path] | None, typer.Option(help="Images or texts to evaluate on, against the dense model.")
     ] = None,
-    labels: Annotated[
-        str | None,
-        typer.Option(help="CSV of file,label, or none for no labels.", show_default="sub-folders or synset ids"),
-    ] = None,
+    labels: a.Labels = None,
     eval_samples: Annotated[
         int | None, typer.Option(help="How many samples of --data, drawn by --seed.", min=1, show_default="all")
     ] = None,

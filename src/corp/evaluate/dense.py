@@ -54,6 +54,21 @@ def may_be_labels(depths: Tensor) -> bool | None:
     return values <= FEW if values > 1 else None
 
 
+def require_classes(labels: Tensor, classes: int, ignore: int) -> None:
+    """Refuse labels (pixels,) that are not one of the classes; ignored pixels are not among them."""
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        odd = int(labels.min()) if int(labels.min()) < 0 else int(labels.max())
+        raise DataError(
+            f"label {odd} is neither one of the {classes} classes, counted from 0, nor the ignored label {ignore}; if "
+            f"it marks unlabelled pixels, give ignore={odd}"
+        )
+
+
+def require_depths(found: bool) -> None:
+    if not found:
+        raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
+
+
 def warn_of_labels(found: Iterable[bool | None]) -> None:
     """Warn if no image says that the maps are depths, and one that they are labels."""
     if set(found) - {None} == {True}:
@@ -95,8 +110,7 @@ class Depth:
     def estimates(self) -> dict[str, Estimate]:
         rows = torch.stack(self.rows) if self.rows else torch.zeros(0, 6, dtype=torch.float64)
         pixels = rows[:, 5:]
-        if not bool((pixels > 0).any()):
-            raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
+        require_depths(bool((pixels > 0).any()))
         self._warn_of_units()
         warn_of_labels(self.labels)
         square = pooled(rows[:, :1], pixels)
@@ -142,12 +156,7 @@ class Segmentation:
 
     def _add_image(self, p: Tensor, t: Tensor) -> None:
         """Add predicted and true classes of an image's labelled pixels, (pixels,) each."""
-        if len(t) and not 0 <= int(t.min()) <= int(t.max()) < self.classes:
-            odd = int(t.min()) if int(t.min()) < 0 else int(t.max())
-            raise DataError(
-                f"label {odd} is neither one of the {self.classes} classes, counted from 0, nor the ignored label "
-                f"{self.ignore}; if it marks unlabelled pixels, give ignore={odd}"
-            )
+        require_classes(t, self.classes, self.ignore)
         counts = (torch.bincount(x, minlength=self.classes).cpu() for x in (t[p == t], p, t))
         self.rows.append(torch.stack(list(counts)))
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from corp.calibration.batches import evaluating, move, placement
+from corp.calibration.holdout import HoldOut
 from corp.errors import DataError, warn
-from corp.evaluate.dense import may_be_labels, warn_of_labels
+from corp.evaluate.dense import may_be_labels, require_classes, require_depths, warn_of_labels
 from corp.evaluate.heads import DEPTH, LEAST_DEPTH, HeadInfo, LinearHead, patch_map
 from corp.numerics.refit import RIDGES, GapMoments, choose_ridge, fit_gap, gap_left
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 BALANCE = 0.5  # the power of a class's frequency that its pixels are divided by
-PARTS, HELD = 10, (2, 7)  # consecutive images are similar, so two whole tenths of the data are held out
+FEWEST = 4  # images; two are held out of these
 DEEPEST = 200.0  # metres; a median depth above that is in other units
 MOST_CLASSES = 1000  # more is a label map of another kind, such as instances or depths
 
@@ -79,10 +80,9 @@ def fit_head(
     their frequencies. Memory is limited by the sums, (blocks C)² numbers, whatever the number of images.
     """
     count, pixels = _survey(pairs, info, classes)
-    held = {i for i in range(count) if i * PARTS // count in HELD}
-    if not held or len(held) == count:
-        raise DataError(f"{count} image(s) are too few to fit the head and to choose its ridge; give at least 10")
-    sums = _collect(backbone, pairs, info, pixels, held, progress)
+    if count < FEWEST:
+        raise DataError(f"{count} image(s) are too few to fit the head and to choose its ridge; give at least {FEWEST}")
+    sums = _collect(backbone, pairs, info, pixels, HoldOut(count), progress)
     if min(float(part.weight) for part in sums) == 0:
         raise DataError("no labelled pixel in the images that fit the head, or in those that choose its ridge")
     return _solved(*sums, info, count)
@@ -128,23 +128,13 @@ def _survey(pairs: Pairs, info: HeadInfo, classes: int | None) -> tuple[int, Ten
 
 def _added(counts: Tensor, maps: Tensor, ignore: int, classes: int | None) -> Tensor:
     labels = maps[maps != ignore].long()
-    if not len(labels):
-        return counts
-    low, high = int(labels.min()), int(labels.max())
-    most = classes or MOST_CLASSES
-    if low < 0 or high >= most:
-        odd = low if low < 0 else high
-        raise DataError(
-            f"label {odd} is neither one of the {most} classes, counted from 0, nor the ignored label {ignore}; if "
-            f"it marks unlabelled pixels, give ignore={odd}"
-        )
-    length = max(len(counts), high + 1)
-    return nn.functional.pad(counts, (0, length - len(counts))) + torch.bincount(labels, minlength=length)
+    require_classes(labels, classes or MOST_CLASSES, ignore)
+    found = torch.bincount(labels, minlength=len(counts))
+    return nn.functional.pad(counts, (0, len(found) - len(counts))) + found
 
 
 def _check_depths(medians: list[float]) -> None:
-    if not medians:
-        raise DataError("no pixel has a depth: all targets are <= 0 or not finite")
+    require_depths(bool(medians))
     depth = float(torch.tensor(medians).median())
     if depth > DEEPEST:
         warn(f"the median depth is {depth:.4g}: are the maps in metres? For millimetres give scale=1000")
@@ -155,7 +145,7 @@ def _collect(
     pairs: Pairs,
     info: HeadInfo,
     pixels: Tensor | None,
-    held: set[int],
+    rule: HoldOut,
     progress: Callable[[int], None] | None,
 ) -> tuple[WeightedSums, WeightedSums]:
     """The sums of the images that are fitted, and of those that are held out."""
@@ -166,7 +156,7 @@ def _collect(
             features = patch_map(backbone, move(images, device, dtype), info.blocks).float().cpu()  # (B, C, h, w)
             y, w = patch_targets(maps, (features.shape[-2], features.shape[-1]), info, pixels)
             for i, one in enumerate(features):
-                parts[first + i in held].update(one.flatten(1).mT, y[i].flatten(1).mT, w[i].flatten())
+                parts[rule.holds(first + i)].update(one.flatten(1).mT, y[i].flatten(1).mT, w[i].flatten())
             first += len(images)
             if progress:
                 progress(len(images))

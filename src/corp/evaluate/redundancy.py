@@ -19,7 +19,7 @@ FOLDED = "the per-sample Grams were folded into their Kronecker sums; calibrate 
 
 
 @dataclass(frozen=True)
-class Row:
+class Redundancy:
     """The redundancy of an MLP's hidden channels, of an attention's values, or of one head's queries or keys."""
 
     site: str
@@ -44,10 +44,10 @@ class Row:
 class Analysis:
     """Rows for the sites that can be analysed; `unavailable` maps the others to the reason."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Redundancy] = field(default_factory=list)
     unavailable: dict[str, str] = field(default_factory=dict)
 
-    def of(self, *what: str) -> list[Row]:
+    def of(self, *what: str) -> list[Redundancy]:
         return [row for row in self.rows if row.what in what]
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def analyze(sites: Sites, stats: Statistics, progress: Callable[[int], None] | N
     return analysis
 
 
-def _inputs(site: LinearSite, stats: Statistics) -> Row:
+def _inputs(site: LinearSite, stats: Statistics) -> Redundancy:
     moments = stats.moments_of(site.name).total()
     _require_width(site, site.inputs, moments.width)
     sparsity = inactivity(moments.active_share) if isinstance(site, MLPSite) else None
-    return Row(site.name, site.kind, None, *redundancy(moments.cov()), sparsity=sparsity)
+    return Redundancy(site.name, site.kind, None, *redundancy(moments.cov()), sparsity=sparsity)
 
 
 def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
@@ -85,7 +85,7 @@ def _attention(site: AttentionSite, stats: Statistics, into: Analysis) -> None:
         into.unavailable[site.name] = FOLDED.format(limit=folds_after(sums.fit.width))
         return
     for what, grams in zip(("q", "k"), means, strict=True):
-        into.rows += [Row(site.name, what, head, *redundancy(gram)) for head, gram in enumerate(grams)]
+        into.rows += [Redundancy(site.name, what, head, *redundancy(gram)) for head, gram in enumerate(grams)]
 
 
 def _mean_grams(sums: SiteSums[Grams]) -> tuple[Tensor, Tensor] | None:

@@ -24,7 +24,7 @@ from corp.planning.fitting import fit_head, fit_linear, fit_rotated, head_system
 from corp.planning.heads import HeadSums, fit_group
 from corp.planning.linear import Layer, choose, layer_of
 from corp.planning.plan import Plan
-from corp.planning.site_plan import SitePlan
+from corp.planning.site_plan import SitePlan, ratio
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, Site, at_site, projection_at
 from corp.surgery.apply import match
@@ -150,8 +150,8 @@ def _site_shift(
         )
         mean, spread = _apart(here, there_)
         found = _linear(site, planned, stats, here, there_, recipe)
-    expected = (1 + planned.overfit) * _share(found.calibrated, found.energy)
-    deployed, best = (_share(value, found.deployed_energy) for value in (found.deployed, found.best))
+    expected = (1 + planned.overfit) * ratio(found.calibrated, found.energy)
+    deployed, best = (ratio(value, found.deployed_energy) for value in (found.deployed, found.best))
     return SiteShift(site.name, site.kind, mean, spread, expected, deployed, best)
 
 
@@ -188,21 +188,21 @@ def _heads(
     """Errors of all heads of an attention, and how far H is from calibration's."""
     found: list[_Found] = []
     apart: list[tuple[Tensor, Tensor]] = []
-    shared, dims = site.heads // site.groups, site.rotary_dims
+    dims = site.rotary_dims
     for g, kept in enumerate(planned.indices()):
-        heads = range(g * shared, (g + 1) * shared)
+        heads = site.sharing(g)
         if sums.pairs is not None and there.pairs is not None:
             both = [part.total().group(g, weighted=recipe.weighs_pairs) for part in (sums.pairs, there.pairs)]
             pairs = kept[kept < dims // 2]
             for A_c, A_t in zip(*both, strict=True):
-                found.append(_pairs(A_c, A_t, pairs, planned.ridge, recipe))
+                found.append(_pairs(A_c, A_t, pairs, recipe))
                 apart.append((A_c, A_t))
         if sums.grams is not None and there.grams is not None:
             plain = kept[kept >= dims] - dims
             grams = sums.grams.total(), there.grams.total()
             centred = planned.basis == SUBSPACE
             part = _subspaces if centred else _dimensions
-            found += part(grams, heads, plain, site.plain_width, planned.ridge, recipe)
+            found += part(grams, heads, plain, site.plain_width, recipe)
             apart += [
                 (grams[0].head(h, centred=centred).cross(), grams[1].head(h, centred=centred).cross()) for h in heads
             ]
@@ -210,32 +210,31 @@ def _heads(
     return _together(found), sum(spread) / len(spread)
 
 
-def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, ridge: float, recipe: Recipe) -> _Found:
+def _pairs(A_c: Tensor, A_t: Tensor, kept: Tensor, recipe: Recipe) -> _Found:
     """Errors of one rotary head."""
     pruned = split(len(A_c) // 2, kept)
     here, there = (rotary.pair_system(A, kept, pruned) for A in (A_c, A_t))
-    fit = fit_rotated(here, recipe.compensate, ridge)
+    fit = fit_rotated(here, recipe.compensate, recipe.ridge)
     best = solve_vanishing(there.A, there.h[:, None], mean_diagonal(there.A))[:, 0]
     return _found(rotary.error, (here, there), fit, best, (rotary.logit_energy(A_c), rotary.logit_energy(A_t)))
 
 
 def _dimensions(
-    grams: tuple[Grams, Grams], heads: Iterable[int], kept: Tensor, width: int, ridge: float, recipe: Recipe
+    grams: tuple[Grams, Grams], heads: Iterable[int], kept: Tensor, width: int, recipe: Recipe
 ) -> list[_Found]:
     found = []
     for h in heads:
         both = [part.head(h) for part in grams]
         here, there = (head_system(head, kept, split(width, kept)) for head in both)
-        M, best = fit_head(here, recipe.compensate, ridge), logit.best_logit(there)
+        M, best = fit_head(here, recipe.compensate, recipe.ridge), logit.best_logit(there)
         energies = [float(head.energy().sum()) for head in both]
         found.append(_found(logit.error, (here, there), M, best, energies))
     return found
 
 
-def _subspaces(
-    grams: tuple[Grams, Grams], heads: range, kept: Tensor, _width: int, ridge: float, recipe: Recipe
-) -> list[_Found]:
-    here, there = (fit_group(part, heads, len(kept), ridge, exact_steps=recipe.compensate == "full") for part in grams)
+def _subspaces(grams: tuple[Grams, Grams], heads: range, kept: Tensor, _width: int, recipe: Recipe) -> list[_Found]:
+    exact = recipe.compensate == "full"
+    here, there = (fit_group(part, heads, len(kept), recipe.ridge, exact_steps=exact) for part in grams)
     found = []
     for i, h in enumerate(heads):
         both = [part.head(h, centred=True) for part in grams]
@@ -264,7 +263,3 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def _trace(H: Tensor) -> float:
     return max(float(H.diagonal().sum()), TINY)
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0

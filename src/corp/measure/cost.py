@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from corp.calibration.batches import Forward, run
 from corp.calibration.hooks import uncompiled, without_fast_path
-from corp.errors import ModelError
+from corp.errors import ModelError, first_line
 from corp.surgery.attention import true_widths
 
 
@@ -34,10 +34,8 @@ def count_macs(model: nn.Module, batch: Any, forward: Forward | None = None) -> 
         with torch.no_grad(), _frozen(model), uncompiled(), without_fast_path(), unfused, true_widths(), counter:
             run(model, batch, forward)
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # from the model's own code
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"operations cannot be counted, because {type(model).__name__} does not run on its input: {reason}"
-        ) from error
+        name, reason = type(model).__name__, first_line(error)
+        raise ModelError(f"operations cannot be counted, because {name} does not run on its input: {reason}") from error
     return int(counter.get_total_flops()) // 2
 
 

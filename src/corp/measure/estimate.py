@@ -192,10 +192,10 @@ def plan_seconds(
     site: Site, recipe: Recipe, load: Load, machine: Machine, *, trial: bool = False, known: bool = False
 ) -> float:
     """The time to choose, fit and predict at one site; a trial only fits, and `known` elimination paths are reused."""
-    if isinstance(site, AttentionSite):
-        return _head_seconds(site, recipe, load, machine, trial=trial) if _pruned(site, recipe) else 0.0
     if not _pruned(site, recipe):
         return 0.0
+    if isinstance(site, AttentionSite):
+        return _head_seconds(site, recipe, load, machine, trial=trial)
     factor = SKETCH if trial else FIT
     if isinstance(site, MLPSite):
         factor += ELIMINATE if recipe.rank == "exact" and not known else 0.0

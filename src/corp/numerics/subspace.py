@@ -49,6 +49,7 @@ class Subspace(NamedTuple):
 
     A: Tensor  # (R, r, d)
     B: Tensor  # (r, d)
+    ridge: float = 0.0  # the largest of the steps that gave the maps; larger than requested if a step needed it
 
 
 def nested(heads: Sequence[LogitSums]) -> Subspace:
@@ -67,7 +68,7 @@ def nested(heads: Sequence[LogitSums]) -> Subspace:
 
 def leading(whole: Subspace, keep: int) -> Subspace:
     """The first `keep` dimensions of nested maps."""
-    return balanced(Subspace(*(side[..., :keep, :] for side in whole)))
+    return balanced(Subspace(whole.A[:, :keep], whole.B[:keep]))
 
 
 def fit_subspace(
@@ -79,20 +80,28 @@ def fit_subspace(
     start of the step: directions without data do not change. With a `tolerance` for the steps, only the residual is
     computed in float64, and the step itself in float32.
     """
-    A, B = (side[..., :keep, :] for side in nested(heads))
+    whole = nested(heads)
+    A, B = whole.A[:, :keep], whole.B[:keep]
+    ridges = [ridge]
+
+    def step(normal: Operator, residual: Tensor) -> Tensor:
+        change, used = _step(normal, residual, ridge, tolerance)
+        ridges.append(used)
+        return change
+
     rough = [head.single() for head in heads] if tolerance and ridge > 0 and sweeps else heads
     for _ in range(sweeps):
         # Keys: sum_b (A g_q A^T) dB g_k = A left, over all heads. Queries: sum_b g_q dA^T (B g_k B^T) = left B^T.
         keys = Total([head.normal(A=a) for head, a in zip(rough, A, strict=True)])
         gains = [a @ left_over(head, a, B) for head, a in zip(heads, A, strict=True)]
-        B = B + _step(keys, torch.stack(gains).sum(0), ridge, tolerance)
+        B = B + step(keys, torch.stack(gains).sum(0))
         A = torch.stack(
             [
-                a + _step(thin.normal(B=B), left_over(head, a, B) @ B.mT, ridge, tolerance).mT
+                a + step(thin.normal(B=B), left_over(head, a, B) @ B.mT).mT
                 for head, thin, a in zip(heads, rough, A, strict=True)
             ]
         )
-    return balanced(Subspace(A, B))
+    return balanced(Subspace(A, B, max(ridges)))
 
 
 def left_over(head: LogitSums, A: Tensor, B: Tensor) -> Tensor:
@@ -104,19 +113,22 @@ def _left(A: Tensor, B: Tensor) -> Tensor:
     return torch.eye(A.shape[1], dtype=A.dtype, device=A.device) - A.mT @ B
 
 
-def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | None) -> Tensor:
-    """X with normal(X) = residual, with a ridge towards 0, which is raised if only rounding errors vary."""
+def _step(normal: Operator, residual: Tensor, ridge: float, tolerance: float | None) -> tuple[Tensor, float]:
+    """X with normal(X) = residual and the ridge towards 0, which is raised if only rounding errors vary.
+
+    X is 0 if the largest ridge is not enough either.
+    """
     scale = mean_diagonal(normal)
     if scale <= 0:
-        return torch.zeros_like(residual)
+        return torch.zeros_like(residual), ridge
     if ridge == 0:
-        return solve_vanishing(normal, residual, scale)
+        return solve_vanishing(normal, residual, scale), ridge
     for power in range(RAISED):
         try:
-            return solve(normal, residual, ridge * scale * 100**power, tolerance)
+            return solve(normal, residual, ridge * scale * 100**power, tolerance), ridge * 100**power
         except SingularSystemError:
             continue
-    return torch.zeros_like(residual)
+    return torch.zeros_like(residual), ridge * 100 ** (RAISED - 1)
 
 
 def balanced(fit: Subspace) -> Subspace:
@@ -126,7 +138,7 @@ def balanced(fit: Subspace) -> Subspace:
     P, wide = torch.linalg.qr(fit.B.mT)
     U, sigma, Vh = torch.linalg.svd(tall @ wide.mT)  # A^T B = Q U sigma Vh P^T
     root = sigma.sqrt()
-    return Subspace((Q @ (U * root)).reshape(R, d, r).transpose(1, 2), (P @ (Vh.mT * root)).mT)
+    return Subspace((Q @ (U * root)).reshape(R, d, r).transpose(1, 2), (P @ (Vh.mT * root)).mT, fit.ridge)
 
 
 def error(head: LogitSums, A: Tensor, B: Tensor) -> float:

@@ -93,7 +93,8 @@ def _site_plan(
     kept = tuple(tuple(i for part in parts for i in part.kept(g)) for g in range(site.groups))
     asked = 1 - keep / site.width if recipe.has_target else recipe.sparsity("attn", site.name)
     basis, fold = _basis(site, recipe), _head_maps(site, parts)
-    return SitePlan(site.name, "attn", site.width, asked, kept, False, costs, recipe.ridge, basis, fold)
+    ridge = max(recipe.ridge, *(part.ridge(g) for part in parts for g in range(site.groups)))
+    return SitePlan(site.name, "attn", site.width, asked, kept, False, costs, ridge, basis, fold)
 
 
 def _head_maps(site: AttentionSite, parts: Sequence[Part]) -> HeadMaps:
@@ -147,25 +148,25 @@ def _parts(
     return parts
 
 
-class _Dimensions(Part):
+class _Plain(Part):
     """Dimensions that are not rotated: `keep` of every key head, the same for the query heads that share it."""
 
-    def __init__(
-        self,
-        sums: SiteSums[Grams],
-        site: AttentionSite,
-        keep: int,
-        recipe: Recipe,
-        given: Sequence[Tensor] | None = None,
-    ) -> None:
-        self.sums, self.keep, self.recipe, self.given = sums, keep, recipe, given
-        self.width, self.shared, self.first = site.plain_width, site.heads // site.groups, site.rotary_dims
-        self.whole = sums.total()
-        self.choose, self.fits = cache(self._choose), cache(self._fits)
-        self.head = lru_cache(maxsize=self.shared)(self.whole.head)  # of the group at work
+    def __init__(self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe, *, centred: bool) -> None:
+        self.sums, self.keep, self.recipe = sums, keep, recipe
+        self.width, self.first, self.heads = site.plain_width, site.rotary_dims, site.sharing
+        self.shared = len(site.sharing(0))
+        self.judged = recipe.compensate == "full" and held_out(sums)
+        self.head = lru_cache(maxsize=self.shared)(partial(sums.total().head, centred=centred))  # of the group at work
 
-    def heads(self, g: int) -> range:
-        return range(g * self.shared, (g + 1) * self.shared)
+
+class _Dimensions(_Plain):
+    """Single dimensions, compensated by the others; `given` are those of every key head, if they were chosen before."""
+
+    def __init__(
+        self, sums: SiteSums[Grams], site: AttentionSite, keep: int, recipe: Recipe, given: Sequence[Tensor] | None
+    ) -> None:
+        super().__init__(sums, site, keep, recipe, centred=False)
+        self.given, self.choose, self.fits = given, cache(self._choose), cache(self._fits)
 
     def _choose(self, g: int) -> tuple[Tensor, Tensor]:
         if self.given is not None:
@@ -189,13 +190,12 @@ class _Dimensions(Part):
         return Maps(queries, logit.head_map(kept, self.width, sides[0][1]))
 
     def cost(self, g: int) -> GroupCost:
-        judged = self.recipe.compensate == "full" and held_out(self.sums)
         return together(
             [
                 GroupCost(
                     *logit.distortion(system, M),
                     float(self.head(h).energy().sum()),
-                    *(self._judge(g, h) if judged else (None, None)),
+                    *(self._judge(g, h) if self.judged else (None, None)),
                 )
                 for h, (system, M) in zip(self.heads(g), self.fits(g), strict=True)
             ]
@@ -207,8 +207,8 @@ class _Dimensions(Part):
         return share(logit.error(seen, M), seen.T), share(logit.error(unseen, M), unseen.T)
 
 
-class _Subspaces(Part):
-    """Dimensions that are not rotated, as the best subspace, of which the leading directions are kept."""
+class _Subspaces(_Plain):
+    """The best subspace, of which the leading directions are kept; `nested` are its maps for a trial, if known."""
 
     def __init__(
         self,
@@ -216,16 +216,10 @@ class _Subspaces(Part):
         site: AttentionSite,
         keep: int,
         recipe: Recipe,
-        nested: Sequence[subspace.Subspace] | None = None,
+        nested: Sequence[subspace.Subspace] | None,
     ) -> None:
-        self.sums, self.keep, self.recipe, self.nested = sums, keep, recipe, nested
-        self.shared, self.first = site.heads // site.groups, site.rotary_dims
-        self.whole = sums.total()
-        self.fit = cache(self._fit)
-        self.head = lru_cache(maxsize=self.shared)(partial(self.whole.head, centred=True))  # of the group at work
-
-    def heads(self, g: int) -> range:
-        return range(g * self.shared, (g + 1) * self.shared)
+        super().__init__(sums, site, keep, recipe, centred=True)
+        self.nested, self.fit = nested, cache(self._fit)
 
     def _fit(self, g: int) -> subspace.Subspace:
         with timed("compensate"):
@@ -241,10 +235,12 @@ class _Subspaces(Part):
         fit = self.fit(g)
         return Maps(list(fit.A), fit.B)
 
+    def ridge(self, g: int) -> float:
+        return self.fit(g).ridge
+
     def cost(self, g: int) -> GroupCost:
         fit = self.fit(g)
-        judged = self.recipe.compensate == "full" and held_out(self.sums)
-        unseen = self._judge(g) if judged else [(None, None)] * self.shared
+        unseen = self._judge(g) if self.judged else [(None, None)] * self.shared
         energies = [self.head(h).energy() for h in self.heads(g)]
         pruned = rank.strongest(energies, self.keep)[1]
         costs = []
@@ -257,7 +253,7 @@ class _Subspaces(Part):
         """The unexplained shares on fitted and on held-out samples, of a float32 fit without the latter."""
         both = (self.sums.fit, self.sums.held)
         seen, unseen = ([part.head(h, centred=True).single() for h in self.heads(g)] for part in both)
-        A, B = _fit_heads(seen, self.keep, self.recipe.ridge, True)
+        A, B, _ = _fit_heads(seen, self.keep, self.recipe.ridge, True)
 
         def left(heads: Sequence[HeadGrams]) -> list[float | None]:
             pruned = rank.strongest([head.energy() for head in heads], self.keep)[1]
@@ -271,8 +267,7 @@ class _Subspaces(Part):
 
 def nested_maps(site: AttentionSite, grams: Grams) -> list[subspace.Subspace]:
     """The maps of every group of heads, without exact steps; their leading rows are the maps of every smaller width."""
-    shared = site.heads // site.groups
-    groups = [range(g * shared, (g + 1) * shared) for g in range(site.groups)]
+    groups = map(site.sharing, range(site.groups))
     return [subspace.nested([grams.head(h, centred=True) for h in group]) for group in groups]
 
 

@@ -9,6 +9,7 @@ from corp.calibration.moments import Moments
 from corp.numerics.affine import Folded
 from corp.numerics.output import LowRank, Spectrum, low_rank, output_spectrum
 from corp.numerics.place import in_float64
+from corp.planning.site_plan import ratio
 from corp.sites import OutputHead, Projection
 
 
@@ -25,7 +26,7 @@ class OutputPlan:
 
     @property
     def relative_error(self) -> float:
-        return self.J / self.energy if self.energy > 0 else 0.0
+        return ratio(self.J, self.energy)
 
     def to_dict(self) -> dict[str, Any]:
         content = asdict(replace(self, fold=None))

@@ -8,6 +8,7 @@ from typing import Any
 from corp.calibration.statistics import Statistics
 from corp.errors import warn
 from corp.planning.site_plan import SitePlan
+from corp.sites import and_others
 
 OVERFIT = 0.2  # error on unseen data may exceed the error on fitted data by this much before a warning
 
@@ -19,14 +20,14 @@ def warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
         site = few[0]
         what = {"mlp": "channels", "attn": "dimensions per head", "vo": "value dimensions"}[site.kind]
         warn(
-            f"{_and_others(few)}: {_tokens(site, stats)} tokens for {_fitted_on(site)} kept {what}; "
+            f"{and_others(few)}: {_tokens(site, stats)} tokens for {_fitted_on(site)} kept {what}; "
             f"a stable fit needs at least {2 * _fitted_on(site)}. Calibrate on more samples"
         )
     weak = sorted((site for site in sites if site.overfit > OVERFIT and site not in few), key=lambda s: -s.overfit)
     if weak:
         enough = math.ceil(stats.samples * weak[0].overfit / OVERFIT)
         warn(
-            f"{_and_others(weak)}: the error is {weak[0].overfit:.0%} larger on data that was not fitted; "
+            f"{and_others(weak)}: the error is {weak[0].overfit:.0%} larger on data that was not fitted; "
             f"about {enough} samples (now {stats.samples}) would bring that to {OVERFIT:.0%}"
         )
 
@@ -34,10 +35,6 @@ def warn_if_weak(sites: list[SitePlan], stats: Statistics) -> None:
 def _fitted_on(site: SitePlan) -> int:
     """How many inputs the fit has: queries and keys are fitted per head, values of all heads together."""
     return site.keep * len(site.kept) if site.kind == "vo" else site.keep
-
-
-def _and_others(sites: list[SitePlan]) -> str:
-    return sites[0].name + (f" and {len(sites) - 1} other sites" if len(sites) > 1 else "")
 
 
 def _tokens(site: SitePlan, stats: Statistics) -> int:

@@ -37,6 +37,10 @@ class Part:
     @abstractmethod
     def cost(self, g: int) -> GroupCost: ...
 
+    def ridge(self, g: int) -> float:
+        """The ridge that the group's fit needed, if that is more than requested."""
+        return 0.0
+
 
 def held_out(sums: SiteSums[Grams] | SiteSums[PairSums]) -> bool:
     return sums.fit.samples > 0 and sums.held.samples > 0

@@ -142,11 +142,11 @@ class SitePlan:
     @property
     def relative_error(self) -> float:
         """Predicted squared error as a share of the site's output energy."""
-        return _ratio(sum(c.J for c in self.costs), sum(c.energy for c in self.costs))
+        return ratio(sum(c.J for c in self.costs), sum(c.energy for c in self.costs))
 
     @property
     def relative_uncompensated(self) -> float:
-        return _ratio(sum(c.J_uncomp for c in self.costs), sum(c.energy for c in self.costs))
+        return ratio(sum(c.J_uncomp for c in self.costs), sum(c.energy for c in self.costs))
 
     @property
     def rho2(self) -> float:
@@ -157,5 +157,6 @@ class SitePlan:
         return sum(c.rho2 * c.J_uncomp for c in self.costs) / lost
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """`part` as a share of `whole`; 0 of nothing."""
     return part / whole if whole > 0 else 0.0

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from corp.errors import PlanError, RecipeError
 from corp.recipe import AUTO, Recipe, kept_width
-from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite
+from corp.sites import AttentionSite, MLPSite, Refusal, Site, Sites, ValueSite, and_others
 
 Entry = TypeVar("Entry", Site, Refusal)
 NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
@@ -41,9 +41,8 @@ def rounded_away(sites: Sites, recipe: Recipe) -> list[str]:
     lost = [s for s in sites if width_of(s, sites, recipe) == s.width > width_of(s, sites, exact)]
     if not lost:
         return []
-    more = f" and {len(lost) - 1} other sites" if len(lost) > 1 else ""
     return [
-        f"{lost[0].name}{more} keep their width of {lost[0].width}: {width_of(lost[0], sites, exact)} would be rounded "
+        f"{and_others(lost)} keep their width of {lost[0].width}: {width_of(lost[0], sites, exact)} would be rounded "
         f"up to it, because odd widths are slow; remove more, or give round_to=1"
     ]
 

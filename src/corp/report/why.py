@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NAMES = {"mlp": "MLPs", "attn": "queries and keys", "vo": "values"}
+from corp.planning.widths import NAMES
 
 
 def _allocation(raw: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from corp.sites.kinds import Rotary as Rotary
 from corp.sites.kinds import Rows as Rows
 from corp.sites.kinds import Site as Site
 from corp.sites.kinds import ValueSite as ValueSite
+from corp.sites.kinds import and_others as and_others
 from corp.sites.kinds import at_site as at_site
 from corp.sites.kinds import heads_of as heads_of
 from corp.sites.kinds import layers_of as layers_of

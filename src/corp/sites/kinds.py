@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -217,6 +217,11 @@ class AttentionSite:
         """How many sets of dimensions are kept: one per key head."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
+    def sharing(self, g: int) -> range:
+        """The query heads that share key head `g`."""
+        shared = self.heads // self.groups
+        return range(g * shared, (g + 1) * shared)
+
     @property
     def rotary_dims(self) -> int:
         """Dimensions per head that are rotated by their position."""
@@ -265,6 +270,12 @@ def layers_of(site: Site) -> list[str]:
     if isinstance(site, MLPSite):
         return list(dict.fromkeys((*(rows.module for rows in site.up), *site.between, site.down)))
     return list(dict.fromkeys((site.v.module, site.down)))
+
+
+def and_others(sites: Sequence[Any]) -> str:
+    """The name of the first site, and how many others there are."""
+    others = f" and {len(sites) - 1} other sites" if len(sites) > 1 else ""
+    return f"{sites[0].name}{others}"
 
 
 def heads_of(site: Site) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from corp.calibration import workers
 from corp.calibration.experts import starved
 from corp.calibration.holdout import HeldBatches
@@ -14,7 +16,7 @@ from corp.planning.plan import Plan
 from corp.planning.planners import cost_of, pairs_of_all, plan_site
 from corp.planning.site_plan import SitePlan
 from corp.recipe import Recipe
-from corp.sites import Site, at_site, projection_at
+from corp.sites import Site, and_others, at_site, projection_at
 from corp.steps.allocation.allocator import Allocation, Allocator
 from corp.steps.allocation.budget import Budget, Sample
 from corp.steps.allocation.search import search
@@ -53,9 +55,17 @@ def plan_sites(dense: Dense, stats: Statistics, recipe: Recipe, found: Allocatio
     warn_if_weak(planned, stats)
     output = _plan_output(dense, stats, found.rank)
     made = Plan(recipe, tuple(planned), stats.weights, stats.samples, found.why, output)
-    raised = [site for site in planned if site.ridge > recipe.ridge]
-    made = made.noting(*starved(stats, narrower))
-    return made.noting(*(f"{s.name}: its covariance is singular, so its ridge is {s.ridge:g}" for s in raised[:1]))
+    return made.noting(*starved(stats, narrower), *_raised(planned, recipe.ridge))
+
+
+def _raised(planned: Sequence[SitePlan], ridge: float) -> list[str]:
+    """A note of the sites whose fit needed a larger ridge, if there are any."""
+    raised = [site for site in planned if site.ridge > ridge]
+    if not raised:
+        return []
+    largest = max(site.ridge for site in raised)
+    reason = f"the statistics are singular at ridge={ridge:g}, so the ridge is up to {largest:g} there"
+    return [f"{and_others(raised)}: {reason}"]
 
 
 def _plan_output(dense: Dense, stats: Statistics, rank: int | None) -> OutputPlan | None:

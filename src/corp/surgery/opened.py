@@ -6,14 +6,13 @@ is opened as a copy that shares its memory and computes the same; the user's own
 
 from __future__ import annotations
 
-import copy
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from corp.surgery.experts import opens, unpack
+from corp.surgery.stand_in import sharing_copy
 
 # Classes that call `qkv` if there is no `q_bias`, and otherwise use its weight with three concatenated biases.
 SPLIT_BIASES = {
@@ -27,8 +26,7 @@ def opened(model: nn.Module) -> nn.Module:
     """The model in its open form, sharing all memory except joined biases; the model itself if it is open already."""
     if not any(opens(module) or _is_split(module) for module in model.modules()):
         return model
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
-    apart = copy.deepcopy(model, shared)  # tensors in the memo are not copied
+    apart = sharing_copy(model)
     open_up(apart)
     return apart
 

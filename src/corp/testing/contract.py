@@ -20,6 +20,7 @@ from corp.calibration.batches import Forward, described, evaluating, feed, requi
 from corp.errors import CorpError, DataError, ModelError
 from corp.evaluate.check import check, require_equal
 from corp.io.tables import Tabular
+from corp.measure.cost import count_params
 from corp.recipe import Recipe
 from corp.sites import Sites, fingerprint
 from corp.steps.result import Result
@@ -225,7 +226,7 @@ class _Contract:
 
     def pruned(self) -> str:
         self.result = self.prune(self.model, _recipe(self.prunable(), self.sparsity))
-        dense, smaller = (sum(p.numel() for p in m.parameters()) for m in (self.model, self.result.model))
+        dense, smaller = map(count_params, (self.model, self.result.model))
         if not all(bool(x.isfinite().all()) for x in self.outputs(self.result.model)) or smaller >= dense:
             raise _BrokenError("the pruned model is no smaller, or its output is not finite")
         return f"{smaller / dense:.1%} of the parameters"

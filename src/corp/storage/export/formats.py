@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from corp.calibration.batches import evaluating, inputs_of, move
-from corp.errors import StorageError
+from corp.errors import StorageError, first_line
 from corp.io.files import writing
 from corp.storage.export.check import apart, named, on_cpu, require_agreement
 from corp.surgery.attention import true_widths
@@ -259,11 +259,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _samples(value: Tensor, count: int) -> Tensor:

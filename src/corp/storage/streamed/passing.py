@@ -6,8 +6,8 @@ weights. refit.blocks has verified that these arguments do not depend on hidden 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +18,7 @@ from corp.calibration.hooks import removing, without_fast_path
 from corp.calibration.threads import here
 from corp.sites import Site
 from corp.surgery.refit.replay import Call, Enough, Run, record, refusal, stream_of
+from corp.surgery.refit.shortcuts import taking
 
 
 class Manner(NamedTuple):
@@ -27,8 +28,9 @@ class Manner(NamedTuple):
     kind: type | None = None  # None: the hidden state itself
     length: int = 1
 
-    def answer(self, hidden: Tensor) -> Any:
-        """The hidden state as the block would return it."""
+    def passed(self, *args: Any, **kwargs: Any) -> Any:
+        """The hidden state of such a call, as the block would return it."""
+        hidden = Call(args, kwargs, self.at).hidden
         return hidden if self.kind is None else self.kind([hidden, *[None] * (self.length - 1)])
 
 
@@ -56,21 +58,9 @@ def _manner(name: str, call: Call, answer: Any) -> Manner:
     return Manner(call.at, type(answer), len(answer))
 
 
-@contextmanager
-def passing(model: nn.Module, manners: Manners) -> Iterator[None]:
+def passing(model: nn.Module, manners: Manners) -> AbstractContextManager[None]:
     """Make these blocks return their hidden state unchanged within this context; their hooks are called as usual."""
-
-    def forward(manner: Manner) -> Callable[..., Any]:
-        return lambda *args, **kwargs: manner.answer(Call(args, kwargs, manner.at).hidden)
-
-    modules: list[tuple[Any, Manner]] = [(model.get_submodule(name), manner) for name, manner in manners.items()]
-    for module, manner in modules:
-        module.__dict__["forward"] = forward(manner)
-    try:
-        yield
-    finally:
-        for module, _ in modules:
-            module.__dict__.pop("forward")
+    return taking(model, {name: manner.passed for name, manner in manners.items()})
 
 
 def through(model: nn.Module, name: str, manners: Manners, run: Run, hidden: Tensor | None = None) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,7 @@ from corp.storage.tying import saved_state
 from corp.surgery.apply import match, set_history, shrink
 from corp.surgery.refit.repair import EXAMINED, find_blocks, require_whole, warn_of_few
 from corp.surgery.refit.replay import Block, refusal
+from corp.surgery.stand_in import sharing_copy
 
 
 def prune_streamed(
@@ -231,8 +230,8 @@ def _assembled(walk: Walk) -> tuple[Result, Presence]:
 
 def pruned_shell(dense: Presence, sites: Sites, plan: Plan, shards: Sequence[Path]) -> Presence:
     """The smaller model: all outside the blocks is the dense one's, blocks are read from shards when they run."""
-    shared: dict[int, Any] = {id(t): t for t in chain(dense.model.parameters(), dense.model.buffers())}
-    smaller = copy.deepcopy(dense.model, shared)  # tensors in the memo are not copied
+    smaller = sharing_copy(dense.model)
+    shared = {id(p): p for p in smaller.parameters()}
     dtype, device = dense.weights.dtype, dense.weights.device
     for group in match(sites, plan):  # one by one: a narrowed layer takes memory until it is a placeholder again
         shrink(smaller, sites, replace(plan, sites=tuple(site_plan for _, site_plan in group)))
