@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from corp.calibration.batches import without_cache
+import math
+
+from torch import nn
+
+from corp.calibration.batches import count_samples, without_cache
 from corp.calibration.experts import supplied
 from corp.calibration.holdout import HeldBatches, HoldOut
 from corp.calibration.statistics import Statistics
@@ -32,9 +36,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         sample = countable(model, stats, run)
         budget = require_reachable(dense, recipe, sample)
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
-        wanted = samples_needed(recipe)
-        reader = Reader.of(model, wanted)
-        held = HeldBatches(HoldOut.of(batches or ()), wanted, reader.read_if_possible) if wanted else None
+        held = _held_batches(model, run, samples_needed(recipe))
         recorder = recorder_for(dense, run, recipe, blocks) if stats is None else None
         if stats is None:
             stats = run_calibration(dense, run, held=held, recorder=recorder)
@@ -50,3 +52,11 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         warn_of_notes(planned)
         result = apply_plan(dense, stats, planned, sample, watch)
         return refit(dense, result, run, chosen, blocks, recorder.passages if recorder else None) if blocks else result
+
+
+def _held_batches(model: nn.Module, run: Run, wanted: int) -> HeldBatches | None:
+    """What keeps batches for trials, with the dense model's outputs; None if no samples are wanted."""
+    batches = run.batches or ()
+    rule, total = HoldOut.of(batches), count_samples(batches)
+    expected = min(wanted, math.ceil(total * rule.share)) if total else wanted  # fewer samples give more answers each
+    return HeldBatches(rule, expected, Reader.of(model, expected).read_if_possible) if expected else None
