@@ -338,6 +338,8 @@ def test_of_a_long_chain_some_sites_are_tried_and_the_others_get_what_lies_betwe
     sites = [mlp_site(name) for name in (*towers["text"], *towers["image"], "pool.mlp")]
     tried = sensitivity.tried_alone(sites)
     assert len(tried) == 2 * sensitivity.MOST + 1
+    shorter = {n: len(sensitivity.tried_alone([mlp_site(f"blocks.{i}.mlp") for i in range(n)])) for n in (8, 12, 24)}
+    assert shorter == {8: 8, 12: 8, 24: 12}
     assert {"text.0.mlp", "text.39.mlp", "image.0.mlp", "image.39.mlp", "pool.mlp"} <= set(tried)
     rates = {name: 0.9**i * (1 if tower == "text" else 100) for tower in towers for i, name in enumerate(towers[tower])}
     rates["pool.mlp"] = 7.0

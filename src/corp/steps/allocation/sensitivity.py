@@ -21,7 +21,7 @@ from corp.steps.allocation.known import KnownBlocks
 from corp.steps.allocation.trials import Trials, sketch_model
 
 ANSWERS, SAMPLES = 1024, 32  # as many held-out samples as have this many answers, but at most 32
-MOST = 16  # the most layers of a chain that are tried; between neighbours sensitivities change little
+LEAST, MOST = 8, 16  # of a chain's layers every second is tried, within these limits: neighbours are much alike
 
 
 def can_measure(sites: Sites) -> bool:
@@ -30,14 +30,14 @@ def can_measure(sites: Sites) -> bool:
 
 
 def tried_alone(sites: Sequence[Site]) -> list[str]:
-    """The sites that are tried: all of a short chain, evenly spaced ones of a longer chain, with both ends.
+    """The sites that are tried: all of a short chain, evenly spaced ones of a longer chain (half), with both ends.
 
     Values of a block with an MLP are tried only at the ends of their chain. In between, an error of either moves the
     output equally: the rates differ by less than a third in SmolLM2, but by a factor of 90 in its first block.
     """
     beside = set(_beside_mlps(sites))
     chains = _chains(site.name for site in sites)
-    return [chain[i] for chain in chains for i in _spaced(len(chain), 2 if beside.issuperset(chain) else MOST)]
+    return [chain[i] for chain in chains for i in _spaced(len(chain), ends_only=beside.issuperset(chain))]
 
 
 def samples_alone(sites: Sites, tokens: Mapping[str, int]) -> int:
@@ -92,7 +92,8 @@ def _chains(names: Iterable[str]) -> list[list[str]]:
     return list(chains.values())
 
 
-def _spaced(n: int, most: int = MOST) -> list[int]:
+def _spaced(n: int, *, ends_only: bool) -> list[int]:
+    most = 2 if ends_only else min(MOST, max(LEAST, -(-n // 2)))
     return list(range(n)) if n <= most else [round(i * (n - 1) / (most - 1)) for i in range(most)]
 
 
