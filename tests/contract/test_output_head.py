@@ -76,6 +76,31 @@ def test_a_tampered_head_is_not_given_out(monkeypatch: pytest.MonkeyPatch) -> No
         corp.prune(build(), data(), Recipe.paper(output=0.5))
 
 
+def test_a_target_that_only_a_smaller_head_meets_is_met() -> None:
+    """At their narrowest the sites leave 0.53 of the operations, of which the head has most."""
+    model = build()
+    with pytest.raises(CorpError, match=r"target_macs=0.5 is out of reach: .* still has 0.53"):
+        corp.prune(model, data(), Recipe(target_macs=0.5, output=0.0))
+    result = corp.prune(model, data(), Recipe(target_macs=0.5))
+    dense, pruned = result.report.macs
+    assert pruned <= 0.5 * dense
+    assert result.plan.output.keep < 16
+
+
+def test_a_target_that_even_the_smallest_head_misses_is_refused_before_the_data_is_read() -> None:
+    read: list[int] = []
+
+    class Batches(list[dict[str, Tensor]]):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                read.append(1)
+                yield batch
+
+    with pytest.raises(CorpError, match=r"target_macs=0.1 is out of reach"):
+        corp.prune(build(), Batches(data()), Recipe(target_macs=0.1))
+    assert len(read) < len(data())  # the first batches are looked at, to see what can be pruned
+
+
 def test_under_a_budget_of_operations_the_head_pays_its_share() -> None:
     model = build()
     result = corp.prune(model, data(), Recipe(target_macs=0.7, sequential=False))

@@ -16,6 +16,7 @@ from corp.errors import ModelError
 from corp.measure.cost import count_macs, count_params
 from corp.recipe import Recipe
 from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
+from corp.steps.allocation.output_head import MOST_OUTPUT, count_positions, output_rank, saved_by
 from corp.steps.allocation.tokens import first_sample
 from corp.steps.run import Dense, Run
 
@@ -48,13 +49,24 @@ def require_reachable(dense: Dense, recipe: Recipe, sample: Sample | None) -> Bu
     None if there is no target of that kind, or if the target cannot be judged before calibration.
     """
     what = next((what for what in ("params", "macs") if getattr(recipe, f"target_{what}") is not None), None)
-    if what is None or dense.sites.output is not None:  # an output head saves more, depending on its measured rank
-        return None
-    if what == "macs" and sample is None:
+    if what is None or (what == "macs" and sample is None):
         return None
     counted = count_budget(dense.model, dense.sites, what, None if what == "params" else sample)
-    uniform(dense.sites, recipe, replace(counted, share=getattr(recipe, f"target_{what}")))
+    spared = _spared(dense, recipe, what, sample)
+    uniform(dense.sites, recipe, replace(counted, share=getattr(recipe, f"target_{what}"), spared=spared))
     return counted
+
+
+def _spared(dense: Dense, recipe: Recipe, what: str, sample: Sample | None) -> int:
+    """The most that a smaller output head can save under this recipe."""
+    head = dense.sites.output
+    rank = output_rank(
+        head, recipe.output or (MOST_OUTPUT if recipe.output is None and recipe.searches else 0.0), recipe
+    )
+    if head is None or rank is None:
+        return 0
+    positions = count_positions(dense.model, head, sample) if what == "macs" and sample is not None else 0
+    return max(0, saved_by(head, rank, what, positions))
 
 
 def before_after(dense: nn.Module, smaller: nn.Module, sample: Sample | None) -> dict[str, Any]:

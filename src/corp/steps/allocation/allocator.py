@@ -7,13 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
-from corp.calibration.batches import evaluating, run
-from corp.calibration.hooks import input_of, removing
 from corp.calibration.statistics import Statistics
-from corp.calibration.threads import here
 from corp.errors import PlanError
 from corp.io.observer import SILENT, Observer
 from corp.numerics.exact import Path
@@ -23,11 +19,12 @@ from corp.planning.floors import raised, with_floors
 from corp.planning.heads import nested_maps
 from corp.planning.output import spectrum_of
 from corp.planning.widths import width_of
-from corp.recipe import KINDS, SUBSPACE, UNIFORM, Recipe, kept_width
+from corp.recipe import KINDS, SUBSPACE, UNIFORM, Recipe
 from corp.sites import Sites, projection_at
 from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
 from corp.steps.allocation.curves import Curve, allocate, rated, site_curves, usual_power, weighted
 from corp.steps.allocation.latency import Clock, Time
+from corp.steps.allocation.output_head import count_positions, output_rank, saved_by
 
 ROUNDS = 3  # how often a result is timed, and made smaller if it is not fast enough
 OVER = 1.1  # the next target is lowered by a slow result's excess and a little more
@@ -142,34 +139,18 @@ class Allocator:
 
     def output_rank(self, share: float) -> int | None:
         """The rank that the output head keeps; None if it stays dense, or would be no cheaper."""
-        head = self.sites.output
-        if head is None or share == 0:
-            return None
-        keep = kept_width(head.inputs, share, self.recipe.multiple("mlp", head.inputs))
-        return keep if keep * (head.inputs + head.outputs) < head.inputs * head.outputs else None
+        return output_rank(self.sites.output, share, self.recipe)
 
     def spared(self, what: str, rank: int | None) -> int:
-        """What an output head of this rank saves; a tied one saves no parameters."""
-        head = self.sites.output
-        if head is None or rank is None:
-            return 0
-        thin, dense = rank * (head.inputs + head.outputs), head.inputs * head.outputs
-        if what == "params":
-            return (0 if head.tied else dense) - thin - head.outputs
-        return (dense - thin) * self.positions
+        """What an output head of this rank saves."""
+        counted = what != "params" and rank is not None
+        return saved_by(self.sites.output, rank, what, self.positions if counted else 0)
 
     @cached_property
     def positions(self) -> int:
         """For how many tokens of one sample the output head is computed."""
-        head = self.sites.output
-        assert head is not None
-        seen: list[int] = []
-        hook = self.model.get_submodule(head.name).register_forward_hook(
-            here(lambda _m, args, kwargs, _o: seen.append(input_of(args, kwargs).numel())), with_kwargs=True
-        )
-        with torch.no_grad(), evaluating(self.model), removing([hook]):
-            run(self.model, *self.sample)
-        return sum(seen) // head.inputs
+        assert self.sites.output is not None
+        return count_positions(self.model, self.sites.output, self.sample)
 
     def _in_time(self, recipe: Recipe, wanted: float, way: Way) -> Allocation:
         """Widths from a measured table of times; the result is timed, and made smaller if it is too slow."""

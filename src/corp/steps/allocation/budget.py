@@ -102,7 +102,8 @@ def uniform(sites: Sites, recipe: Recipe, budget: Budget, queries: float | None 
 
 def narrowest(sites: Sites, recipe: Recipe, budget: Budget) -> float:
     """The smallest share of the dense cost that equal shares can reach."""
-    return (_cost(sites, _equal(recipe, ALL), budget) + 0.5) / budget.dense  # so that rounding does not fall below it
+    least = _cost(sites, _equal(recipe, ALL), budget) - budget.spared
+    return (least + 0.5) / budget.dense  # so that rounding does not fall below it
 
 
 def _equal(recipe: Recipe, share: float, queries: float | None = None) -> Recipe:

@@ -18,7 +18,8 @@ from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.steps.allocation.agreement import STEPS, Agreement
 from corp.steps.allocation.allocator import Allocation, Allocator, Way
-from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS, Split
+from corp.steps.allocation.output_head import MOST_OUTPUT
+from corp.steps.allocation.split import MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS, Split, least_output
 from corp.steps.allocation.trials import Trials
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -110,7 +111,8 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     """
     first, asked = trials.allocator, trials.recipe
     rule = replace(asked, min_agreement=None, target_params=JUDGED_AT) if asked.min_agreement is not None else asked
-    found = first.allocate(rule, Way(spread=SPREADS[-1]))  # MLPs lose about the same share, as usual
+    output = least_output(first, rule) if rule.searches else None
+    found = first.allocate(rule, Way(spread=SPREADS[-1], output=output))  # MLPs lose about the same share, as usual
     known: dict[tuple[str, float], float] = {}
     stronger = Allocator(
         first.model, first.sites, first.stats, replace(asked, ridge=STRONGER * asked.ridge), first.observer, first.given

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from corp.errors import PlanError
 from corp.measure.closeness import Race
-from corp.recipe import UNIFORM
-from corp.steps.allocation.allocator import Allocation, Way
+from corp.recipe import UNIFORM, Recipe
+from corp.steps.allocation.allocator import Allocation, Allocator, Way
+from corp.steps.allocation.output_head import MOST_OUTPUT
 from corp.steps.allocation.sensitivity import can_measure, measure_sensitivities
 from corp.steps.allocation.trials import Trials, climb, described, ends, sketch_model
 
@@ -15,7 +18,6 @@ POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
 QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
-MOST_OUTPUT = 0.75
 SPREADS = (2.0, 1.5, 1.25)  # times the equal share that one MLP may lose, tried as long as that does not hurt
 EVENER = 1.03  # times the smallest divergence, up to which the more even widths are taken
 
@@ -37,11 +39,12 @@ class Split:
 
     def run(self) -> Allocation:
         allocator, recipe = self.trials.allocator, self.trials.recipe
-        rule = allocator.allocate(recipe).why["allocation"]
+        output = least_output(allocator, recipe)
+        rule = allocator.allocate(recipe, Way(output=output)).why["allocation"]
         if recipe.allocate == UNIFORM:
             start = rule["equal_share"]
-            return self._recorded(self.at(self.best_queries(Way(start))), {"queries": start})
-        usual = Way(rule["queries"], rule["power"])
+            return self._recorded(self.at(self.best_queries(Way(start, output=output))), {"queries": start})
+        usual = Way(rule["queries"], rule["power"], output)
         ways = [usual, *(usual._replace(power=power) for power in POWERS if power != usual.power)]
         if can_measure(allocator.sites):
             rates = measure_sensitivities(self.trials, rule["equal_share"])
@@ -91,8 +94,9 @@ class Split:
             return way
         if allocator.spared(budget, allocator.output_rank(MOST_OUTPUT)) <= 0:
             return way
-        limits = 0.0, MOST_OUTPUT
-        best = climb(lambda share: self.distance(way._replace(output=share)), 0.0, OUTPUT_STEP, limits)
+        least = way.output or 0.0
+        limits = least, MOST_OUTPUT
+        best = climb(lambda share: self.distance(way._replace(output=share)), least, OUTPUT_STEP, limits)
         return way._replace(output=best)
 
     def measure(self, found: Allocation) -> float:
@@ -113,3 +117,15 @@ class Split:
                 self.tried[-1]["output_rank"], name = found.rank, f"{name}, output head of rank {found.rank}"
             self.trials.allocator.observer.note(f"{name}: divergence {described(divergence)}")
         return self.known[widths]
+
+
+def least_output(allocator: Allocator, recipe: Recipe) -> float | None:
+    """The smallest share that the output head must lose so that some widths meet the target; None if it may stay."""
+    if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
+        return None
+    for step in range(round(MOST_OUTPUT / OUTPUT_STEP)):
+        share = step * OUTPUT_STEP or None
+        with suppress(PlanError):
+            allocator.allocate(recipe, Way(output=share))
+            return share
+    return MOST_OUTPUT
