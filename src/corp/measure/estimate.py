@@ -25,19 +25,20 @@ from corp.measure.units import tokens_at
 from corp.recipe import SUBSPACE, Recipe
 from corp.sites import AttentionSite, LinearSite, MLPSite, OutputHead, Site, Sites, projection_at
 
-FIT, SKETCH, ELIMINATE, VALUES = 4.0, 1.8, 3.0, 12.0  # D^3, float64: plan a layer, plan it for a trial, choose inputs
-TOUCH = 2000.0  # D^2: the reads and writes of a fit, in products that take the same time
-HEADS = {SUBSPACE: (80.0, 1.5)}  # N d^3 of a head: to plan it, and for a trial
-COORDINATES = (35.0, 15.0)
+FIT, SKETCH, ELIMINATE, VALUES = 2.6, 1.8, 3.0, 12.0  # D^3, float64: plan a layer, plan it for a trial, choose inputs
+CURVE = 8.0  # D^3: eliminate all inputs, of which the last hundreds take time that is not arithmetic
+TOUCH = 1300.0  # D^2: the reads and writes of a fit, in products that take the same time
+HEADS = {SUBSPACE: (55.0, 1.5)}  # N d^3 of a head: to plan it, and for a trial
+COORDINATES = (22.0, 10.0)
 ROTATED = 60.0  # d^3 of a head
 SUMS = 1.3  # times float32 products: the sums of calibration and refit
 ATTENDED = 2.6  # likewise: the small products of keys under the attention of single queries
 CHECK = 1.0  # D^3: the self-check of a layer
 STREAMS = 8  # hidden states that the refit holds per sample, including the input of a block's last layer
-REPLAYS = 2.1  # how often the refit runs a block
+REPLAYS = 1.8  # how often the refit runs a dense block: once, and once a narrower one
 SOLVES = 7.0  # D^3: a layer's refit
 BEHIND = 0.6  # of a pass: to measure a sensitivity, earlier blocks do not run again
-JUDGED = 0.7  # of a pass over the held-out samples: trials are narrower, and end early if they are worse
+JUDGED = 0.6  # of a pass over the held-out samples: trials are narrower, and end early if they are worse
 SITE = 0.012  # seconds that a step takes at the smallest site
 TEST_SECONDS = 0.4  # the most that is spent on timing a forward pass
 COSTLY = 30.0  # seconds: a longer stage that also takes longer than the data pass is mentioned
@@ -64,6 +65,7 @@ class Load(NamedTuple):
     alone: int = 0  # samples on which every model with one narrower site is compared
     tried_alone: frozenset[str] = frozenset()  # the sites that are narrowed alone
     refitted: int = 0
+    refit_share: float = 1.0  # of the tokens of those samples that the refit sums
 
 
 class Stage(NamedTuple):
@@ -181,10 +183,10 @@ def sum_seconds(site: Site | OutputHead, load: Load, machine: Machine) -> float:
 
 
 def curve_seconds(site: Site, machine: Machine) -> float:
-    """The time for an error curve: elimination of an MLP's channels, 3 D^3, or basis and fits of values, 12 D^3."""
+    """The time for an error curve: elimination of an MLP's channels, or basis and fits of values."""
     if isinstance(site, AttentionSite):
         return 0.0
-    factor = ELIMINATE if isinstance(site, MLPSite) else VALUES + 8 * SKETCH / 2
+    factor = CURVE if isinstance(site, MLPSite) else VALUES + 8 * SKETCH / 2
     return SITE + _cube(site.inputs, factor) / machine.double
 
 
@@ -206,7 +208,7 @@ def plan_seconds(
 
 def refit_seconds(site: LinearSite, load: Load, machine: Machine) -> float:
     """The time for the sums of one layer's input, D^2 per token, and its solves."""
-    tokens = load.refitted * load.tokens[site.name]
+    tokens = load.refitted * load.tokens[site.name] * load.refit_share
     return SITE + SUMS * tokens * site.inputs**2 / machine.single + _cube(site.inputs, SOLVES) / machine.double
 
 

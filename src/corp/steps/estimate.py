@@ -21,6 +21,7 @@ from corp.sites import AttentionSite
 from corp.steps.allocation.search import samples_needed, usual_trials
 from corp.steps.allocation.sensitivity import samples_alone, tried_alone
 from corp.steps.run import Dense, Run
+from corp.surgery.refit.layer import share_summed
 from corp.surgery.refit.recording import samples_wanted
 from corp.surgery.refit.replay import Block
 
@@ -56,6 +57,7 @@ def _load(
     alone = [site for site in sites if not isinstance(site, AttentionSite) and not recipe.skips(site.name)]
     searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
     tried = min(samples_needed(recipe), int(samples * rule.share))
+    refitted = min(samples, samples_wanted(recipe, blocks)) if blocks else 0
     return Load(
         samples,
         tokens,
@@ -66,7 +68,8 @@ def _load(
         curves=recipe.has_target and recipe.allocate == GAIN,
         alone=min(tried, samples_alone(sites, tokens)) if searches else 0,
         tried_alone=frozenset(tried_alone(alone)),
-        refitted=min(samples, samples_wanted(recipe, blocks)) if blocks else 0,
+        refitted=refitted,
+        refit_share=max((share_summed(block, refitted) for block in blocks), default=1.0),
     ), machine
 
 

@@ -38,6 +38,18 @@ def under(made: Allocator, recipe: Recipe) -> Allocator:
     return Allocator(made.model, made.sites, made.stats, recipe)
 
 
+def test_an_allocation_does_not_depend_on_those_before_it(vit: Allocator) -> None:
+    recipe = Recipe(target_macs=0.7)
+    made, even = under(vit, recipe), replace(recipe, allocate="uniform")
+    first = made.allocate(even)
+    made.allocate(recipe)
+    again = made.allocate(even)
+    assert first.widths == again.widths
+    assert first.paths.keys() == again.paths.keys() != set()
+    assert all(torch.equal(first.paths[name].order, again.paths[name].order) for name in first.paths)
+    assert under(vit, even).allocate(even).paths == {}  # its recipe needs none
+
+
 def cost(made: Allocator, widths: Mapping[str, int]) -> float:
     budget = made.budget("macs", 1.0)
     return budget.cost(made.sites, widths) / budget.dense
@@ -58,7 +70,7 @@ def test_a_budget_is_met_wherever_equal_shares_meet_it(changes: dict, vit: Alloc
 
 def first_matters_less(made: Allocator) -> Allocator:
     """An allocator of the same model that takes nearly all from the first MLP."""
-    curves = {name: curve._replace(energy=1e6 if name == FIRST else 1.0) for name, curve in made.curves.items()}
+    curves = {name: curve._replace(energy=1e6 if name == FIRST else 1.0) for name, curve in made.curves().items()}
     return Allocator(made.model, made.sites, made.stats, made.recipe, curves=curves)
 
 

@@ -315,9 +315,9 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
     made.observer = watch
     reference = Reference(model, data)
     found = measure_sensitivities(trials.Trials(made, made.recipe, reference, 200, lambda _n: None), 0.5)
-    assert set(found) == set(made.curves)
+    assert set(found) == set(made.curves())
     assert "sensitivities" in watch.stages
-    tried = sensitivity.tried_alone([made.sites[name] for name in made.curves])
+    tried = sensitivity.tried_alone([made.sites[name] for name in made.curves()])
     assert {made.sites[name].kind for name in tried} == {"mlp", "vo"}
     for name, rate in found.items():
         kind = made.sites[name].kind
@@ -326,7 +326,7 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
         pruned = corp.apply(model, made.stats, corp.plan(model, made.stats, alone))
         keep = pruned.plan.sites[0].keep
         moved = kl(pruned.model, model, [torch.cat(data)[:32]])
-        assert rate * float(made.curves[name].errors[keep]) == pytest.approx(moved, rel=1e-3)
+        assert rate * float(made.curves()[name].errors[keep]) == pytest.approx(moved, rel=1e-3)
 
 
 def mlp_site(name: str) -> MLPSite:

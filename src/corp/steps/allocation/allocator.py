@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,7 +19,7 @@ from corp.planning.floors import raised, with_floors
 from corp.planning.heads import nested_maps
 from corp.planning.output import spectrum_of
 from corp.planning.widths import width_of
-from corp.recipe import KINDS, SUBSPACE, UNIFORM, Recipe
+from corp.recipe import GAIN, KINDS, SUBSPACE, UNIFORM, Recipe
 from corp.sites import Sites, projection_at
 from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
 from corp.steps.allocation.curves import Curve, allocate, rated, site_curves, usual_power, weighted
@@ -71,33 +71,32 @@ class Allocator:
         self.given = sample  # to count operations on, if statistics do not record the model's inputs
         self._counted = {} if budget is None else {budget.what: budget}  # the dense model, counted once
         self._known = curves  # if they were computed before, one block at a time
+        # These take long: each is computed when it is first called, and only once.
+        self.curves, self.nested, self.spectrum = cache(self._curves), cache(self._nested), cache(self._spectrum)
+        self.clock, self.positions = cache(self._clock), cache(self._positions)
 
-    @cached_property
-    def curves(self) -> dict[str, Curve]:
+    def _curves(self) -> dict[str, Curve]:
         if self._known is not None:
             return dict(self._known)
         return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
 
-    @cached_property
-    def nested(self) -> dict[str, list[Subspace]]:
+    def _nested(self) -> dict[str, list[Subspace]]:
         """The nested maps of every attention that has dimensions to map; they serve trials of any width."""
         if self.recipe.attn_basis != SUBSPACE:
             return {}
         plain = [site for site in self.sites.attention if site.plain_width and not self.recipe.skips(site.name)]
         return {site.name: nested_maps(site, self.stats.grams_of(site.plain_name).total()) for site in plain}
 
-    @cached_property
-    def spectrum(self) -> Spectrum:
+    def _spectrum(self) -> Spectrum:
         """The leading directions of the output head."""
         assert self.sites.output is not None
         name = self.sites.output.name
         return spectrum_of(projection_at(self.model, name), self.stats.moments_of(name).total())
 
-    @cached_property
-    def clock(self) -> Clock:
+    def _clock(self) -> Clock:
         return Clock(self.model, self.sites, self.sample, self.recipe)
 
-    @cached_property
+    @property
     def sample(self) -> Sample:
         """What operations are counted and times measured on."""
         return self.given or one_sample(self.model, self.stats.inputs)
@@ -106,10 +105,9 @@ class Allocator:
     def counts_macs(self) -> bool:
         return self.given is not None or self.stats.inputs is not None
 
-    @property
     def paths(self) -> dict[str, Path]:
-        """The elimination paths of MLPs, if curves were needed."""
-        curves = vars(self).get("curves", {})
+        """The elimination paths of MLPs; none if the allocator's own recipe needs no curves."""
+        curves = self.curves() if self.recipe.allocate == GAIN else {}
         return {name: curve.path for name, curve in curves.items() if curve.path is not None}
 
     def budget(self, what: str, share: float) -> Budget:
@@ -144,24 +142,23 @@ class Allocator:
     def spared(self, what: str, rank: int | None) -> int:
         """What an output head of this rank saves."""
         counted = what != "params" and rank is not None
-        return saved_by(self.sites.output, rank, what, self.positions if counted else 0)
+        return saved_by(self.sites.output, rank, what, self.positions() if counted else 0)
 
-    @cached_property
-    def positions(self) -> int:
+    def _positions(self) -> int:
         """For how many tokens of one sample the output head is computed."""
         assert self.sites.output is not None
         return count_positions(self.model, self.sites.output, self.sample)
 
     def _in_time(self, recipe: Recipe, wanted: float, way: Way) -> Allocation:
         """Widths from a measured table of times; the result is timed, and made smaller if it is too slow."""
-        aim, recipe = wanted, self.clock.without_idle(recipe)
+        aim, recipe = wanted, self.clock().without_idle(recipe)
         for left in reversed(range(ROUNDS)):
-            found = self._within(self.clock.budget(aim), recipe, way)
-            predicted, measured = self.clock.predicted(found.widths), self.clock.time(found.widths)
+            found = self._within(self.clock().budget(aim), recipe, way)
+            predicted, measured = self.clock().predicted(found.widths), self.clock().time(found.widths)
             if measured.value <= wanted or not left:
                 break
             aim -= OVER * (measured.value - wanted)
-        record = {**self.clock.record(), "aimed_at": aim, "predicted": predicted, "measured": measured._asdict()}
+        record = {**self.clock().record(), "aimed_at": aim, "predicted": predicted, "measured": measured._asdict()}
         why = {"allocation": {**found.why["allocation"], "target": wanted}, "latency": record}
         return found._replace(why=why | _missed(wanted, measured))
 
@@ -173,13 +170,13 @@ class Allocator:
             why |= {} if way.queries is None else {"queries": asked.attn}
         else:
             wanted = query_share(asked.mlp) if way.queries is None else way.queries
-            power = usual_power(self.curves) if way.power is None else way.power
-            curves = weighted(self.curves, power) if way.rates is None else rated(self.curves, way.rates)
+            power = usual_power(self.curves()) if way.power is None else way.power
+            curves = weighted(self.curves(), power) if way.rates is None else rated(self.curves(), way.rates)
             most = 1.0 if way.spread is None else way.spread * asked.mlp
             widths, taken = allocate(curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), most)
             why |= {"queries": taken} | ({"power": power} if way.rates is None else {"measured": True})
             why |= {} if way.spread is None else {"spread": way.spread}
-        return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths)
+        return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths())
 
 
 def query_share(equal: float) -> float:

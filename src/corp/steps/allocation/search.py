@@ -119,7 +119,7 @@ def _judged(trials: Trials) -> tuple[Trials, dict[str, list[str]]]:
     )
     for rank, ridge in product((asked.rank, "combined"), (asked.ridge, STRONGER * asked.ridge)):
         if found.paths and (rank, ridge) == (asked.rank, stronger.recipe.ridge):
-            found = found._replace(paths={name: curve.path for name, curve in stronger.curves.items() if curve.path})
+            found = found._replace(paths={name: curve.path for name, curve in stronger.curves().items() if curve.path})
         tried = replace(trials, recipe=replace(asked, rank=rank, ridge=ridge)).compare(found)
         known[rank, ridge] = tried.divergence().value
         first.observer.note(f"rank {rank}, ridge {ridge:g}: divergence {known[rank, ridge]:.3f}")

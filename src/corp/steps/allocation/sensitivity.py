@@ -53,16 +53,16 @@ def measure_sensitivities(trials: Trials, share: float) -> Mapping[str, float]:
     allocator = trials.allocator
     dense = {site.name: site.width for site in allocator.sites}
     found: dict[str, float] = {}
-    sites = [allocator.sites[name] for name in allocator.curves]
+    sites = [allocator.sites[name] for name in allocator.curves()]
     tried = tried_alone(sites)
     with allocator.observer.stage("sensitivities", len(tried), "sites") as advance:
         few = trials.reference.few(ANSWERS, SAMPLES)
         known = KnownBlocks.of(allocator.model, allocator.sites, few)
         for name in tried:
             keep = min(kept_width(dense[name], share), dense[name] - 1)
-            error = float(allocator.curves[name].errors[keep])
+            error = float(allocator.curves()[name].errors[keep])
             if 0 < error < math.inf:
-                alone = Allocation({**dense, name: keep}, {}, allocator.paths)
+                alone = Allocation({**dense, name: keep}, {}, allocator.paths())
                 trial = known.skip(sketch_model(allocator, trials.recipe, alone), allocator.sites[name])
                 found[name] = few.compare(trial).divergence().value / error
             advance(1)

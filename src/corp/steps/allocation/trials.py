@@ -38,7 +38,7 @@ class Trials:
 def sketch_model(allocator: Allocator, recipe: Recipe, found: Allocation) -> nn.Module:
     """A trial model of these widths, which shares all tensors it can with the allocator's model."""
     model, sites, stats = allocator.model, allocator.sites, allocator.stats
-    paths, nested = found.paths, allocator.nested
+    paths, nested = found.paths, allocator.nested()
     pairs = pairs_of_all(sites, found.widths, stats, recipe)
     plans = tuple(
         sketch_site(model, site, keep, stats, recipe, paths.get(site.name), nested.get(site.name), pairs.get(site.name))
@@ -54,7 +54,7 @@ def sketch_output(allocator: Allocator, rank: int | None) -> OutputPlan | None:
     if head is None or rank is None:
         return None
     moments = allocator.stats.moments_of(head.name).total()
-    return plan_output(head, rank, projection_at(allocator.model, head.name), moments, allocator.spectrum)
+    return plan_output(head, rank, projection_at(allocator.model, head.name), moments, allocator.spectrum())
 
 
 def climb(measure: Callable[[float], float], start: float, step: float, limits: tuple[float, float]) -> float:

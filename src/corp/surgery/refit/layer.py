@@ -95,7 +95,7 @@ def split_rows(block: Block, passage: Passage, hidden: Tensor, rule: HoldOut) ->
     read = (torch.arange(tokens, device=hidden.device) < (tokens if whole else block.read)).expand(samples, tokens)
 
     number = torch.arange(passage.first, passage.first + samples, device=hidden.device)[:, None]
-    taken = (torch.arange(tokens, device=hidden.device) + number) % _every(block, rule) == 0
+    taken = (torch.arange(tokens, device=hidden.device) + number) % _every(block, rule.count or 0) == 0
 
     def rows(chosen: Tensor) -> Tensor:
         return (chosen if block.batch_first else chosen.mT).reshape(-1)
@@ -103,7 +103,12 @@ def split_rows(block: Block, passage: Passage, hidden: Tensor, rule: HoldOut) ->
     return [(rows(part & read), rows(part & ~read & taken)) for part in (real & ~held, real & held)]
 
 
-def _every(block: Block, rule: HoldOut) -> int:
-    """One in this many of the tokens that are not read is enough, given the samples of the rule."""
-    enough = max(OTHERS, OTHERS_PER_INPUT * max(site.inputs for site in block.sites))
-    return max(1, (rule.count or 0) * (block.tokens - block.read) // enough)
+def share_summed(block: Block, samples: int) -> float:
+    """The share of all tokens that is summed, if the refit uses so many samples."""
+    return (block.read + (block.tokens - block.read) / _every(block, samples)) / block.tokens
+
+
+def _every(block: Block, samples: int) -> int:
+    """One in this many of the tokens that are not read is enough."""
+    enough = max(OTHERS, OTHERS_PER_INPUT * max((site.inputs for site in block.sites), default=0))
+    return max(1, samples * (block.tokens - block.read) // enough)
