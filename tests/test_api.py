@@ -32,6 +32,11 @@ def test_prune_is_its_three_steps() -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_one_tensor_of_batches_is_read_batch_by_batch() -> None:
+    model, data, recipe = build("vit"), images(), Recipe.paper(mlp=0.5, attn=0.5)
+    assert corp.prune(model, torch.stack(list(data)), recipe).plan == corp.prune(model, data, recipe).plan
+
+
 def test_statistics_add_like_one_pass() -> None:
     model, data, recipe = build("vit"), images(4), Recipe.paper(mlp=0.5, attn=0.5)
     parts = corp.calibrate(model, data[:1]) + corp.calibrate(model, data[1:])

@@ -183,7 +183,7 @@ def estimate(
     dense = Dense.of(model, recipe, run)
     model = dense.model
     with without_cache(model):
-        require_reachable(dense, recipe, countable(model, stats, run))
+        require_reachable(dense, recipe, countable(model, stats, run), trials=run.can_try)
         return estimate_run(dense, run, recipe, stats, why_not(model, dense.sites, recipe, batches, forward)[0])
 
 

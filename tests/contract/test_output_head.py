@@ -101,6 +101,11 @@ def test_a_target_that_even_the_smallest_head_misses_is_refused_before_the_data_
     assert len(read) < len(data())  # the first batches are looked at, to see what can be pruned
 
 
+def test_without_trials_the_head_stays_and_the_target_is_refused() -> None:
+    with pytest.raises(CorpError, match=r"target_macs=0.5 is out of reach: .* still has 0.53"):
+        corp.prune(build(), data(1), Recipe(target_macs=0.5))
+
+
 def test_under_a_budget_of_operations_the_head_pays_its_share() -> None:
     model = build()
     result = corp.prune(model, data(), Recipe(target_macs=0.7, sequential=False))

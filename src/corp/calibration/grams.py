@@ -38,7 +38,7 @@ def about_mean(k: Tensor, mask: Tensor | None = None) -> Keys:
     """The keys k (B, H, n, d) as one entry per sample; the mask (B, n) is True at real tokens.
 
     Products are formed about the mean as rounded to the keys' dtype, and the mean is corrected for that rounding. The
-    Gram's error is of second order in it, below the rounding of the products.
+    Gram's error is of second order in it: below the rounding of the products up to means of 1,000 standard deviations.
     """
     count = k.new_full((len(k),), k.shape[2]) if mask is None else mask.sum(1)
     count = count.clamp(min=1)[:, None, None]  # an entry without keys has no sum either

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from corp.calibration.batches import enumerate_batches, size_of
 
@@ -46,19 +46,25 @@ class HoldOut:
         return sum(map(len, self.stretches())) / self.count if self.count else 1 / EVERY
 
 
+class OutputReader(Protocol):
+    """Reads what trials compare in the dense model's outputs; implemented in measure.closeness."""
+
+    def read_if_possible(self, batch: Any, output: Any) -> Any: ...
+
+
 @dataclass
 class HeldBatches:
     """Held-out batches that are kept during calibration, until they have `samples` samples in total.
 
-    If more are held out than are needed, those that are kept are spread evenly over them. `reads` extracts what is kept
-    of the dense model's output on such a batch; without it, nothing is.
+    If more are held out than are needed, those that are kept are spread evenly over them. With a `reader`, the dense
+    model's outputs on them are kept too.
     """
 
     rule: HoldOut
     samples: int
-    reads: Callable[[Any, Any], Any] | None = None
+    reader: OutputReader | None = None
     batches: list[Any] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)  # of the batches; None if the model has not run on one
+    outputs: list[Any] = field(default_factory=list)  # one per batch; None if it was not read
     last: int = -1  # index of the last batch kept
 
     def wants(self, index: int) -> bool:
@@ -74,9 +80,9 @@ class HeldBatches:
         return needed
 
     def ran(self, output: Any) -> None:
-        """The dense model gave this output on the batch that was kept last."""
-        if self.reads is not None:
-            self.outputs[-1] = self.reads(self.batches[-1], output)
+        """Read the dense model's output on the batch that was kept last."""
+        if self.reader is not None:
+            self.outputs[-1] = self.reader.read_if_possible(self.batches[-1], output)
 
     def collect(self, batches: Iterable[Any]) -> None:
         """Read the needed batches, if there is no calibration pass."""

@@ -201,14 +201,14 @@ class Job:
             self._share_shifts(collector, needed=first_batch == 0)
             with collector.watching(self.model):
                 for index, start, batch in enumerate_batches(self.batches, wanted):
-                    kept = self.held is not None and self.held.offer(index, batch)
+                    kept = self.held if self.held is not None and self.held.offer(index, batch) else None
                     if not mine(index):
                         continue
                     count = size_of(batch)
                     collector.cursor = Cursor(start, self.rule.holds(index), count)
                     output = self._recorded(index, batch)
-                    if self.held is not None and kept:
-                        self.held.ran(output)
+                    if kept is not None:
+                        kept.ran(output)
                     samples += count
                     self.progress(count)
                     if checkpoint:

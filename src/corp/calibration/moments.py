@@ -14,7 +14,7 @@ from corp.numerics.linalg import pack, unpack
 ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper gives no number for its "active probability")
 BLOCK = 256  # columns per block of the upper triangle: narrower products cost more time than they save
 CHUNK = 4096  # tokens multiplied at a time: limits the centred copy
-PIECE = 512  # on a CPU, tokens centred and summed at a time: copies stay in cache, and no large ones are allocated
+PIECE = 512  # on a CPU, tokens centred and summed at a time: temporary copies are small and stay in cache
 CHANNELS = ("total_seen", "square_seen", "total", "active")  # sums with one number per channel
 
 

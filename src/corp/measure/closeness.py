@@ -97,10 +97,10 @@ class Closeness:
 
 
 class Reader(NamedTuple):
-    """Reads what is compared in a model's outputs on so many samples in total."""
+    """Reads what is compared in a model's outputs."""
 
     features: bool  # whether the model has no classifier, so that its outputs are not answers
-    samples: int
+    samples: int  # about how many there are in total: of fewer, more positions are compared
 
     @classmethod
     def of(cls, dense: nn.Module, samples: int) -> Reader:
@@ -137,7 +137,7 @@ class Reader(NamedTuple):
 class Reference:
     """The dense model's outputs on some batches, with which other models are compared.
 
-    `known` are outputs that were read before, one per batch or None, by the reader of so many `samples`.
+    `known` are outputs that `reader` has read before, one per batch or None.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Reference:
         batches: Sequence[Any],
         forward: Forward | None = None,
         *,
-        samples: int | None = None,
+        reader: Reader | None = None,
         known: Sequence[Output | None] = (),
     ) -> None:
         self.batches, self.forward = list(batches), forward
-        self.reader = Reader.of(dense, samples or sum(map(size_of, batches)))
+        self.reader = reader or Reader.of(dense, sum(map(size_of, batches)))
         both = zip_longest(self.batches, known)
         self.outputs = [self._output(dense, batch) if output is None else output for batch, output in both]
 

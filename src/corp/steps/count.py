@@ -43,26 +43,28 @@ def countable(model: nn.Module, stats: Statistics | None, run: Run) -> Sample | 
     return None
 
 
-def require_reachable(dense: Dense, recipe: Recipe, sample: Sample | None) -> Budget | None:
+def require_reachable(dense: Dense, recipe: Recipe, sample: Sample | None, *, trials: bool) -> Budget | None:
     """Refuse a target that no widths can meet, before the long work; returns the dense model's count for later.
 
-    None if there is no target of that kind, or if the target cannot be judged before calibration.
+    None if there is no target of that kind, or if the target cannot be judged before calibration. With `trials`, a
+    search may make the output head smaller.
     """
     what = next((what for what in ("params", "macs") if getattr(recipe, f"target_{what}") is not None), None)
     if what is None or (what == "macs" and sample is None):
         return None
     counted = count_budget(dense.model, dense.sites, what, None if what == "params" else sample)
-    spared = _spared(dense, recipe, what, sample)
+    spared = _spared(dense, recipe, what, sample, trials)
     uniform(dense.sites, recipe, replace(counted, share=getattr(recipe, f"target_{what}"), spared=spared))
     return counted
 
 
-def _spared(dense: Dense, recipe: Recipe, what: str, sample: Sample | None) -> int:
+def _spared(dense: Dense, recipe: Recipe, what: str, sample: Sample | None, trials: bool) -> int:
     """The most that a smaller output head can save under this recipe."""
     head = dense.sites.output
-    rank = output_rank(
-        head, recipe.output or (MOST_OUTPUT if recipe.output is None and recipe.searches else 0.0), recipe
-    )
+    share = recipe.output
+    if share is None:
+        share = MOST_OUTPUT if trials and recipe.searches else 0.0
+    rank = output_rank(head, share, recipe)
     if head is None or rank is None:
         return 0
     positions = count_positions(dense.model, head, sample) if what == "macs" and sample is not None else 0

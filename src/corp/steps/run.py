@@ -18,6 +18,7 @@ from corp.calibration.batches import (
     move,
     placement,
 )
+from corp.calibration.holdout import HoldOut
 from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.errors import StatisticsError
@@ -90,6 +91,11 @@ class Run(NamedTuple):
     origin: dict[str, Any] | None
     observer: Observer
     device: torch.device | str | None = None  # of the fits
+
+    @property
+    def can_try(self) -> bool:
+        """Whether some batches can be held out, to try models on."""
+        return self.batches is not None and HoldOut.of(self.batches).share > 0
 
     def first(self) -> Any:
         """The first batch; None if reading it would consume it."""

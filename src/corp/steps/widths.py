@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch import nn
-
 from corp.calibration.batches import count_samples, without_cache
 from corp.calibration.experts import supplied
 from corp.calibration.holdout import HeldBatches, HoldOut
@@ -34,9 +32,9 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         blocks, reason = why_not(model, dense.sites, recipe, batches, forward)
         notes = [f"the model was not refitted: {reason}"] if reason else []
         sample = countable(model, stats, run)
-        budget = require_reachable(dense, recipe, sample)
+        budget = require_reachable(dense, recipe, sample, trials=run.can_try)
         watch.estimate(lambda: estimate_run(dense, run, recipe, stats, blocks))
-        held = _held_batches(model, run, samples_needed(recipe))
+        held = _held_batches(dense, run, recipe)
         recorder = recorder_for(dense, run, recipe, blocks) if stats is None else None
         if stats is None:
             stats = run_calibration(dense, run, held=held, recorder=recorder)
@@ -47,6 +45,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         stats = dense.placed(supplied(watch.calibrated(stats), dense.sites), run.device, watch)
         sample = sample or countable(model, stats, run)
         chosen, found = choose_widths(dense, stats, recipe, held, sample, run, budget)
+        del held  # its outputs are not needed any more
         notes = [*not_as_requested(dense.sites, chosen), *notes]
         planned = plan_sites(dense, stats, chosen, found, watch).noting(*notes)
         warn_of_notes(planned)
@@ -54,9 +53,14 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
         return refit(dense, result, run, chosen, blocks, recorder.passages if recorder else None) if blocks else result
 
 
-def _held_batches(model: nn.Module, run: Run, wanted: int) -> HeldBatches | None:
-    """What keeps batches for trials, with the dense model's outputs; None if no samples are wanted."""
-    batches = run.batches or ()
+def _held_batches(dense: Dense, run: Run, recipe: Recipe) -> HeldBatches | None:
+    """Collect held-out batches for trials, with the dense model's outputs if a search will use them."""
+    wanted = samples_needed(recipe)
+    if not wanted:
+        return None
+    batches = () if run.batches is None else run.batches
     rule, total = HoldOut.of(batches), count_samples(batches)
-    expected = min(wanted, math.ceil(total * rule.share)) if total else wanted  # fewer samples give more answers each
-    return HeldBatches(rule, expected, Reader.of(model, expected).read_if_possible) if expected else None
+    expected = min(wanted, math.ceil(total * rule.share)) if total else wanted
+    elsewhere = run.settings is not None and run.settings.offload is not None  # trials run on another device
+    reads = recipe.searches and not elsewhere
+    return HeldBatches(rule, wanted, Reader.of(dense.model, expected) if reads else None)

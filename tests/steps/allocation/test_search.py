@@ -112,15 +112,15 @@ def test_calibration_keeps_the_batches_that_a_search_needs_and_fits_without_them
 
 def test_the_dense_outputs_of_held_out_batches_are_read_while_calibration_runs() -> None:
     model, data = build("vit"), batches("vit", 6, 10)
-    held = HeldBatches(HoldOut.of(data), 128, Reader.of(model, 128).read_if_possible)
+    held = HeldBatches(HoldOut.of(data), 128, Reader.of(model, 128))
     run = Run(data, None, None, None, SILENT)
     run_calibration(Dense.of(model, None, run), run, held=held)
     assert [int(size_of(batch)) for batch in held.batches] == [10, 10]
     again: list[Any] = []
     with removing([model.register_forward_hook(lambda *_: again.append(1))]):
-        known = Reference(model, held.batches, samples=128, known=held.outputs)
+        known = Reference(model, held.batches, reader=held.reader, known=held.outputs)
         assert not again
-        fresh = Reference(model, held.batches, samples=128)
+        fresh = Reference(model, held.batches, reader=held.reader)
         assert len(again) == 2
     assert all(torch.equal(a.values, b.values) for a, b in zip(known.outputs, fresh.outputs, strict=True))
     assert known.compare(model).divergence().value == 0

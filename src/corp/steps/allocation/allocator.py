@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -30,6 +30,9 @@ ROUNDS = 3  # how often a result is timed, and made smaller if it is not fast en
 OVER = 1.1  # the next target is lowered by a slow result's excess and a little more
 
 
+Made = TypeVar("Made")
+
+
 class Way(NamedTuple):
     """How a target is met; for values of None, the rules decide."""
 
@@ -52,6 +55,20 @@ class Allocation(NamedTuple):
     rank: int | None = None  # of the output head, if it is factored
 
 
+def once(method: Callable[[Any], Made]) -> Callable[[Any], Made]:
+    """A method that takes long: its result is kept for later calls on the same object."""
+    name = f"_{method.__name__}_made"
+
+    @wraps(method)
+    def made(self: Any) -> Made:
+        if name not in vars(self):
+            setattr(self, name, method(self))
+        found: Made = getattr(self, name)
+        return found
+
+    return made
+
+
 class Allocator:
     """Widths of one model under variations of one recipe; what does not depend on the target is computed once."""
 
@@ -71,29 +88,30 @@ class Allocator:
         self.given = sample  # to count operations on, if statistics do not record the model's inputs
         self._counted = {} if budget is None else {budget.what: budget}  # the dense model, counted once
         self._known = curves  # if they were computed before, one block at a time
-        # These take long: each is computed when it is first called, and only once.
-        self.curves, self.nested, self.spectrum = cache(self._curves), cache(self._nested), cache(self._spectrum)
-        self.clock, self.positions = cache(self._clock), cache(self._positions)
 
-    def _curves(self) -> dict[str, Curve]:
+    @once
+    def curves(self) -> dict[str, Curve]:
         if self._known is not None:
             return dict(self._known)
         return site_curves(self.model, self.sites, self.stats, self.recipe, self.observer)
 
-    def _nested(self) -> dict[str, list[Subspace]]:
+    @once
+    def nested(self) -> dict[str, list[Subspace]]:
         """The nested maps of every attention that has dimensions to map; they serve trials of any width."""
         if self.recipe.attn_basis != SUBSPACE:
             return {}
         plain = [site for site in self.sites.attention if site.plain_width and not self.recipe.skips(site.name)]
         return {site.name: nested_maps(site, self.stats.grams_of(site.plain_name).total()) for site in plain}
 
-    def _spectrum(self) -> Spectrum:
+    @once
+    def spectrum(self) -> Spectrum:
         """The leading directions of the output head."""
         assert self.sites.output is not None
         name = self.sites.output.name
         return spectrum_of(projection_at(self.model, name), self.stats.moments_of(name).total())
 
-    def _clock(self) -> Clock:
+    @once
+    def clock(self) -> Clock:
         return Clock(self.model, self.sites, self.sample, self.recipe)
 
     @property
@@ -144,7 +162,8 @@ class Allocator:
         counted = what != "params" and rank is not None
         return saved_by(self.sites.output, rank, what, self.positions() if counted else 0)
 
-    def _positions(self) -> int:
+    @once
+    def positions(self) -> int:
         """For how many tokens of one sample the output head is computed."""
         assert self.sites.output is not None
         return count_positions(self.model, self.sites.output, self.sample)

@@ -13,7 +13,7 @@ from itertools import product
 from corp.calibration.batches import Forward, size_of
 from corp.calibration.holdout import HeldBatches
 from corp.errors import DataError, ModelError
-from corp.measure.closeness import Reference
+from corp.measure.closeness import Reader, Reference
 from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.steps.allocation.agreement import STEPS, Agreement
@@ -72,8 +72,8 @@ def search(allocator: Allocator, held: HeldBatches | None, forward: Forward | No
         return recipe, allocator.allocate(recipe)
     with observer.stage("trying widths", most_trials(recipe), "models") as advance:
         try:
-            batches, known = held.batches, held.outputs
-            reference = Reference(allocator.model, batches, forward, samples=held.samples, known=known)
+            reader = held.reader if isinstance(held.reader, Reader) else None
+            reference = Reference(allocator.model, held.batches, forward, reader=reader, known=held.outputs)
         except ModelError as error:
             if searches:
                 raise

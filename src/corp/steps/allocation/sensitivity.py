@@ -21,7 +21,7 @@ from corp.steps.allocation.known import KnownBlocks
 from corp.steps.allocation.trials import Trials, sketch_model
 
 ANSWERS, SAMPLES = 1024, 32  # as many held-out samples as have this many answers, but at most 32
-LEAST, MOST = 8, 16  # of a chain's layers every second is tried, within these limits: neighbours are much alike
+LEAST, MOST = 8, 16  # half of a chain's layers are tried, but at least 8 and at most 16: neighbours are much alike
 
 
 def can_measure(sites: Sites) -> bool:
@@ -30,7 +30,7 @@ def can_measure(sites: Sites) -> bool:
 
 
 def tried_alone(sites: Sequence[Site]) -> list[str]:
-    """The sites that are tried: all of a short chain, evenly spaced ones of a longer chain (half), with both ends.
+    """The sites that are tried: all of a short chain, evenly spaced ones of a longer chain, with both ends.
 
     Values of a block with an MLP are tried only at the ends of their chain. In between, an error of either moves the
     output equally: the rates differ by less than a third in SmolLM2, but by a factor of 90 in its first block.

@@ -88,11 +88,7 @@ class Split:
 
     def best_output(self, way: Way) -> Way:
         """The share of the output head to remove, if the other sites gain more from the budget that this frees."""
-        allocator, recipe = self.trials.allocator, self.trials.recipe
-        budget = "params" if recipe.target_params is not None else "macs"
-        if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
-            return way
-        if allocator.spared(budget, allocator.output_rank(MOST_OUTPUT)) <= 0:
+        if not can_shrink_output(self.trials.allocator, self.trials.recipe):
             return way
         least = way.output or 0.0
         limits = least, MOST_OUTPUT
@@ -119,9 +115,17 @@ class Split:
         return self.known[widths]
 
 
+def can_shrink_output(allocator: Allocator, recipe: Recipe) -> bool:
+    """Whether a search may make the output head smaller: not if its share is given, or if that would save nothing."""
+    if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
+        return False
+    budget = "params" if recipe.target_params is not None else "macs"
+    return allocator.spared(budget, allocator.output_rank(MOST_OUTPUT)) > 0
+
+
 def least_output(allocator: Allocator, recipe: Recipe) -> float | None:
     """The smallest share that the output head must lose so that some widths meet the target; None if it may stay."""
-    if recipe.output is not None or recipe.target_latency is not None or allocator.sites.output is None:
+    if not can_shrink_output(allocator, recipe):
         return None
     for step in range(round(MOST_OUTPUT / OUTPUT_STEP)):
         share = step * OUTPUT_STEP or None

@@ -18,7 +18,7 @@ from corp.surgery.refit.gaps import TokenSums
 from corp.surgery.refit.replay import Block, Passage
 
 READ = 0.5  # the total weight of the tokens that the model's output is read from
-# Tokens that are not read, if some are: as many as this, or this many per input of the widest layer, are enough. On
+# Of tokens that are not read, if some are, at least this many are summed, or per input of the widest layer. On
 # DeiT-Tiny half of them change the divergence by 0.0015 of 0.39.
 OTHERS, OTHERS_PER_INPUT = 40_000, 32
 
@@ -104,7 +104,7 @@ def split_rows(block: Block, passage: Passage, hidden: Tensor, rule: HoldOut) ->
 
 
 def share_summed(block: Block, samples: int) -> float:
-    """The share of all tokens that is summed, if the refit uses so many samples."""
+    """The share of all tokens that is summed, if the refit uses this number of samples."""
     return (block.read + (block.tokens - block.read) / _every(block, samples)) / block.tokens
 
 
