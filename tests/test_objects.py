@@ -15,7 +15,7 @@ from corp.io.tables import html_table
 from corp.measure.comparison import compare
 from corp.measure.estimate import Estimate, Stage
 from corp.steps.allocation.search import most_trials
-from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS
+from corp.steps.allocation.split import MOST_OUTPUT, MOST_QUERIES, OUTPUT_STEP, QUERY_STEP, SPREADS, WAYS
 from corp.steps.allocation.trials import climb
 from tests.helpers import few_digits
 from tests.helpers.models import images, vit
@@ -89,8 +89,8 @@ def test_a_search_makes_no_more_models_than_its_bar_has() -> None:
         for valley in (0.0, 0.2, 0.5, MOST_QUERIES):
             asked: list[float] = []
             climb(lambda x: asked.append(x) or abs(x - valley), start, QUERY_STEP, (0.0, MOST_QUERIES))  # noqa: B023
-            # The start was measured with the powers; equal shares are tried too.
-            most = max(most, len(POWERS) + len(SPREADS) + len(asked) - 1 + 1)
+            # The start was measured with the ways to weight errors; equal shares are tried too.
+            most = max(most, WAYS + len(SPREADS) + len(asked) - 1 + 1)
     rankings, outputs = 4, round(MOST_OUTPUT / OUTPUT_STEP)
     assert most <= most_trials(corp.Recipe(target_macs=0.5)) <= most + rankings + outputs + 1
 

@@ -19,7 +19,7 @@ from corp.io.observer import Advance, Observer
 from corp.planning.plan import Plan
 from corp.steps.allocation.allocator import Allocation, Allocator, Way
 from corp.steps.allocation.budget import narrowest
-from corp.steps.allocation.curves import Curve, usual_power
+from corp.steps.allocation.curves import Curve, comparable, usual_power
 from corp.steps.allocation.split import SPREADS, Split
 from corp.steps.allocation.trials import Trials
 from tests.helpers.models import batches, build
@@ -109,6 +109,27 @@ def test_a_narrower_spread_is_used_where_its_model_is_nearer(vit: Allocator) -> 
     apart = Judged(vit, recipe, min(widths) - 50)  # the farther apart, the better: nothing is gained
     apart.measure = lambda found: -abs(found.widths[FIRST] - found.widths[SECOND])  # type: ignore[method-assign]
     assert apart.best_spread(way) == way
+
+
+@pytest.mark.parametrize(("closer", "taken"), [(0.97, 0), (0.90, 1)])
+def test_another_way_to_weight_errors_is_used_only_if_its_model_is_clearly_closer(
+    closer: float, taken: int, vit: Allocator
+) -> None:
+    recipe = Recipe(target_macs=0.7, round_to=1)
+    ways = [Way(0.2, 0.5), Way(0.5, 0.5)]
+    first, second = (vit.allocate(recipe, way).widths for way in ways)
+    assert first != second
+    judged = Judged(vit, recipe, 0)
+    judged.measure = lambda found: 1.0 if found.widths == first else closer  # type: ignore[method-assign]
+    assert judged.best_of(ways) == ways[taken]
+
+
+def test_measured_rates_and_the_energy_of_the_stream_weight_errors_alike() -> None:
+    curves = {"a": Curve(torch.tensor([8.0, 0.0]), 4.0), "b": Curve(torch.tensor([8.0, 0.0]), 16.0)}
+    by_energy = comparable(curves, 1.0, None)
+    assert float(by_energy["a"][0] / by_energy["b"][0]) == pytest.approx(4.0)
+    both = comparable(curves, 1.0, {"a": 9.0, "b": 1.0})  # 9 times as much by the rates, 4 times by the energy
+    assert float(both["a"][0] / both["b"][0]) == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize(("divergence", "taken"), [(1.02, SPREADS[-1]), (1.05, None)])

@@ -22,7 +22,7 @@ from corp.planning.widths import width_of
 from corp.recipe import GAIN, KINDS, SUBSPACE, UNIFORM, Recipe
 from corp.sites import Sites, projection_at
 from corp.steps.allocation.budget import Budget, Sample, count_budget, one_sample, uniform
-from corp.steps.allocation.curves import Curve, allocate, rated, site_curves, usual_power, weighted
+from corp.steps.allocation.curves import Curve, allocate, comparable, site_curves, usual_power
 from corp.steps.allocation.latency import Clock, Time
 from corp.steps.allocation.output_head import count_positions, output_rank, saved_by
 
@@ -40,7 +40,7 @@ class Way(NamedTuple):
     power: float | None = None  # of the stream's energy, by which errors are divided
     output: float | None = None  # the share of the output head's rank to remove
     spread: float | None = None  # how many times the equal share one MLP may lose
-    rates: Mapping[str, float] | None = None  # measured divergence per unit of error, in place of a power
+    rates: Mapping[str, float] | None = None  # measured divergence per unit of error, which weights errors as well
 
 
 RULES = Way()
@@ -190,10 +190,10 @@ class Allocator:
         else:
             wanted = query_share(asked.mlp) if way.queries is None else way.queries
             power = usual_power(self.curves()) if way.power is None else way.power
-            curves = weighted(self.curves(), power) if way.rates is None else rated(self.curves(), way.rates)
+            curves = comparable(self.curves(), power, way.rates)
             most = 1.0 if way.spread is None else way.spread * asked.mlp
             widths, taken = allocate(curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), most)
-            why |= {"queries": taken} | ({"power": power} if way.rates is None else {"measured": True})
+            why |= {"queries": taken, "power": power} | ({} if way.rates is None else {"measured": True})
             why |= {} if way.spread is None else {"spread": way.spread}
         return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths())
 

@@ -7,6 +7,7 @@ with the others: all queries and keys lose one share, and the rest of the budget
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -102,14 +103,16 @@ def usual_power(curves: Mapping[str, Curve]) -> float:
     return 1.0 if known and max(known) > GROWTH * min(known) else 0.5
 
 
-def weighted(curves: Mapping[str, Curve], power: float) -> dict[str, Tensor]:
-    """Every site's errors, divided by this power of the stream's energy."""
-    return {name: curve.errors / curve.energy**power for name, curve in curves.items()}
+def comparable(curves: Mapping[str, Curve], power: float, rates: Mapping[str, float] | None) -> dict[str, Tensor]:
+    """Every site's errors in a common unit: divided by a power of the stream's energy.
 
-
-def rated(curves: Mapping[str, Curve], rates: Mapping[str, float]) -> dict[str, Tensor]:
-    """Every site's errors in units of the divergence that they cause; a site without a rate has no errors to scale."""
-    return {name: curve.errors * rates.get(name, 1.0) for name, curve in curves.items()}
+    With measured rates, the unit is the geometric mean of both: rates follow the few samples that they are measured on,
+    and the energy says nothing of what the output minds. A site without a rate has no errors to scale.
+    """
+    weights = {name: curve.energy**-power for name, curve in curves.items()}
+    if rates is not None:
+        weights = {name: math.sqrt(weight * rates.get(name, 1.0)) for name, weight in weights.items()}
+    return {name: curve.errors * weights[name] for name, curve in curves.items()}
 
 
 def allocate(

@@ -19,7 +19,7 @@ from corp.sites import Sites
 from corp.steps.allocation.agreement import STEPS, Agreement
 from corp.steps.allocation.allocator import Allocation, Allocator, Way
 from corp.steps.allocation.output_head import MOST_OUTPUT
-from corp.steps.allocation.split import MOST_QUERIES, OUTPUT_STEP, POWERS, QUERY_STEP, SPREADS, Split, least_output
+from corp.steps.allocation.split import MOST_QUERIES, OUTPUT_STEP, QUERY_STEP, SPREADS, WAYS, Split, least_output
 from corp.steps.allocation.trials import Trials
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
@@ -47,7 +47,7 @@ def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int
     if recipe.min_agreement is not None:
         return judged + STEPS
     climbed = USUAL * (2 if sites.output and recipe.output is None else 1)
-    return judged + (len(POWERS) + USUAL_SPREADS + climbed + 1 if recipe.searches else 0)
+    return judged + (WAYS + USUAL_SPREADS + climbed + 1 if recipe.searches else 0)
 
 
 def most_trials(recipe: Recipe) -> int:
@@ -56,7 +56,7 @@ def most_trials(recipe: Recipe) -> int:
         return STEPS + 1
     steps = MOST_QUERIES / QUERY_STEP + MOST_OUTPUT / OUTPUT_STEP
     # One step may go the wrong way, and equal shares are tried too.
-    return RANKINGS + len(POWERS) + len(SPREADS) + math.ceil(steps) + 1 + 1
+    return RANKINGS + WAYS + len(SPREADS) + math.ceil(steps) + 1 + 1
 
 
 def search(allocator: Allocator, held: HeldBatches | None, forward: Forward | None = None) -> tuple[Recipe, Allocation]:

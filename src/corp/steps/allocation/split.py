@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +15,14 @@ from corp.steps.allocation.output_head import MOST_OUTPUT
 from corp.steps.allocation.sensitivity import can_measure, measure_sensitivities
 from corp.steps.allocation.trials import Trials, climb, described, ends, sketch_model
 
-POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided
+POWERS = (0.5, 1.0)  # of the stream's energy, by which errors are divided, if sensitivities cannot be measured
+WAYS = 2  # ways to weight errors that are tried
 QUERY_STEP = 0.125  # between the Q/K shares that are tried
 MOST_QUERIES = 0.9
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 SPREADS = (2.0, 1.5, 1.25)  # times the equal share that one MLP may lose, tried as long as that does not hurt
 EVENER = 1.03  # times the smallest divergence, up to which the more even widths are taken
+CLEARLY = 1.05  # times as far must the usual way of weighting errors be, so that another one is taken
 
 
 @dataclass
@@ -45,12 +48,12 @@ class Split:
             start = rule["equal_share"]
             return self._recorded(self.at(self.best_queries(Way(start, output=output))), {"queries": start})
         usual = Way(rule["queries"], rule["power"], output)
-        ways = [usual, *(usual._replace(power=power) for power in POWERS if power != usual.power)]
         if can_measure(allocator.sites):
             rates = measure_sensitivities(self.trials, rule["equal_share"])
-            ways.insert(0, usual._replace(power=None, rates=rates))  # mostly the best: trials of the others end early
-        way = self.best_output(self.best_spread(min(ways, key=self.distance)))
-        way = self.best_queries(way)
+            ways = [usual._replace(rates=rates), usual]
+        else:
+            ways = [usual, *(usual._replace(power=power) for power in POWERS if power != usual.power)]
+        way = self.best_queries(self.best_output(self.best_spread(self.best_of(ways))))
         equal = allocator.allocate(replace(recipe, allocate=UNIFORM), Way(output=way.output))
         best = min((self.at(way), equal), key=self.measure)
         return self._recorded(best, {"queries": usual.queries, "power": usual.power})
@@ -64,6 +67,15 @@ class Split:
 
     def distance(self, way: Way) -> float:
         return self.measure(self.at(way))
+
+    def best_of(self, ways: Sequence[Way]) -> Way:
+        """The first of these ways, unless another is clearly closer: a few samples cannot tell close ones apart."""
+        best, *others = ways
+        least = self.distance(best)
+        for way in others:
+            if CLEARLY * (found := self.distance(way)) < least:
+                best, least = way, found
+        return best
 
     def best_spread(self, way: Way) -> Way:
         """How far MLPs may differ: error curves of single sites are too optimistic where a site loses most.
