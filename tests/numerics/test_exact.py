@@ -27,11 +27,14 @@ def error(W: Tensor, cov: Tensor, kept: list[int]) -> float:
     return float((W @ cov @ W.mT).trace() - (W @ cov[:, kept] @ best).trace())
 
 
-@pytest.mark.parametrize("block", [1, 3, 128])
+@pytest.mark.parametrize(
+    ("block", "candidates", "panel"), [(1, 3, 256), (3, 1, 4), (3, 3, 3), (9, 1, 5), (128, 3, 256)]
+)
 def test_every_step_removes_the_cheapest_and_knows_what_it_cost(
-    block: int, problem: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+    block: int, candidates: int, panel: int, problem: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exact, "BLOCK", block)
+    for name, value in {"BLOCK": block, "CANDIDATES": candidates, "PANEL": panel}.items():
+        monkeypatch.setattr(exact, name, value)
     W, cov = problem
     path = exact.elimination_path(W, cov)
     left = list(range(D))
@@ -81,6 +84,21 @@ def test_neither_blocks_nor_panels_change_the_path(
     path = exact.elimination_path(*problem, ridge=1e-3)
     assert torch.equal(path.order, whole.order)
     torch.testing.assert_close(path.error, whole.error)
+
+
+def test_a_block_ends_before_a_channel_that_was_no_candidate_becomes_the_cheapest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Channels 0 and 1 are almost copies: with either gone, the other is the dearest of all."""
+    monkeypatch.setattr(exact, "BLOCK", 2)
+    monkeypatch.setattr(exact, "CANDIDATES", 1)
+    mix = torch.eye(5, dtype=torch.float64)
+    mix[1, :2] = torch.tensor([1.0, 1e-3])
+    W = torch.tensor([10.0, 10.0, 1.0, 2.0, 3.0], dtype=torch.float64).diag()
+    path = exact.elimination_path(W, mix @ mix.mT)
+    assert path.order[0] in (0, 1)
+    assert path.order[1:4].tolist() == [2, 3, 4]
+    torch.testing.assert_close(path.error[1:4] - path.error[0], torch.tensor([1.0, 5.0, 14.0], dtype=torch.float64))
 
 
 def test_a_ridge_that_had_to_be_raised_is_told(problem: tuple[Tensor, Tensor]) -> None:

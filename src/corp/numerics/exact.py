@@ -10,23 +10,32 @@ v = K_:,j / sqrt(K_jj) and s = N_:,j / sqrt(K_jj) - N_jj v / (2 K_jj),
 
     K <- K - v v^T        N <- N - v s^T - s v^T.
 
-The downdates of a block of removals are kept as factors and applied together, as matrix products; in between only the
-diagonals, and the one row that a removal needs, are updated. K and N are symmetric, so only their upper triangles are
-updated, in panels of rows; and the remaining channels move to the front, so that products get smaller.
+Removals are done in blocks. The cheapest channels are the block's candidates, and its removals are chosen as if there
+were no others: that touches small matrices only. With J the chosen channels, L the Cholesky factor of K_JJ in the order
+of removal and P the triangle of the s_J, all factors v, s of the block follow at matrix speed,
+
+    V = L^-1 K_J:        S = L^-1 (N_J: - P V),
+
+and with them the costs of all other channels at every step. If one of those was cheaper than the choice, the block
+ends before it, so that the path is exact. K and N are symmetric, so only their upper triangles are updated, in panels
+of rows; and the remaining channels move to the front, so that products get smaller.
 """
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from corp.errors import SingularSystemError
 from corp.numerics.linalg import VANISHING, cholesky, dead, mean_diagonal
 
-BLOCK = 128  # removals per block: the factors stay in cache, the products are still wide
-PANEL = 512  # rows per panel of the upper triangle: narrower products cost more time than they save
+BLOCK, SHARE = 128, 12  # removals per block, and the most as a share of all channels: wide products, small candidates
+CANDIDATES = 3  # per removal of a block: with 2, some blocks of DeiT-Tiny end early; with 4, none do, but all cost more
+PANEL = 256  # rows per panel of the upper triangle: narrower products cost more time than they save
 
 
 class Path(NamedTuple):
@@ -53,14 +62,14 @@ def elimination_path(W: Tensor, cov: Tensor, *, ridge: float = 0.0, least: int =
     are never removed come last, in order of their cost at the end of the path.
     """
     without, left = dead(cov).nonzero()[:, 0], (~dead(cov)).nonzero()[:, 0]
-    inverse, used = _inverse(cov[left[:, None], left], ridge, mean_diagonal(cov))
-    KN = torch.stack([inverse, torch.empty_like(inverse)])  # (2, D, D): one operation serves both
-    del inverse
+    KN = cov.new_empty(2, len(left), len(left))  # one operation serves both
+    alive = cov[left[:, None], left] if len(without) else cov
+    used = _invert(alive, ridge, mean_diagonal(cov), into=KN[0])
     for rows, columns in _panels(len(left)):
         torch.mm(W[:, left[rows]].mT, W[:, left[columns]], out=KN[1, rows, columns])
-    order, costs = [without], [cov.new_zeros(len(without))]
+    order, costs, most = [without], [cov.new_zeros(len(without))], min(BLOCK, max(len(left) // SHARE, 32))
     while (n := len(left)) > least:
-        gone, paid = _block(KN[:, :n, :n], min(BLOCK, n - least))
+        gone, paid = _block(KN[:, :n, :n], min(most, n - least))
         order.append(left[gone])
         costs.append(paid)
         left = _closed_up(left, gone)
@@ -72,34 +81,66 @@ def elimination_path(W: Tensor, cov: Tensor, *, ridge: float = 0.0, least: int =
 
 
 def _block(KN: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Remove `steps` channels; returns their places and costs. K and N (2, n, n) become those of the others."""
-    factors = KN.new_empty(steps, 2, KN.shape[-1])  # v and s of every removal
-    V, S = factors.unbind(1)
-    diagonals = KN.diagonal(dim1=1, dim2=2) * KN.new_tensor(
-        [[1.0], [0.5]]
-    )  # K_jj and N_jj / 2: both lose v times [v, s]
+    """Remove up to `steps` channels; returns their places and costs. K and N (2, n, n) become those of the others."""
+    n = KN.shape[-1]
+    diagonals = KN.diagonal(dim1=1, dim2=2) * KN.new_tensor([[1.0], [0.5]])  # K_jj and N_jj / 2
+    ranked = (diagonals[1] / diagonals[0]).argsort(stable=True)
+    candidates = ranked[: CANDIDATES * steps].sort().values
+    chosen, ratios, (L, P) = _sequence(_square(KN, candidates), steps)
+    places = candidates[chosen]
+    factors = _rows(KN, places)  # (2, steps, n): rows of K and N, then v and s
+    V, S = factors
+    V.copy_(torch.linalg.solve_triangular(L, V, upper=False))
+    S.copy_(torch.linalg.solve_triangular(L, S.addmm_(P, V, alpha=-1), upper=False))
+    if len(candidates) < n:
+        done = _undisputed(diagonals, factors, candidates, ratios)  # leading factors do not depend on later ones
+        places, ratios, factors = places[:done], ratios[:done], factors[:, :done]
+    source, target = _moves(n, places)
+    factors[:, :, target] = factors[:, :, source]
+    _move_up(KN, source, target)
+    _downdate(KN, factors[:, :, : n - len(places)])
+    return places, 2 * ratios
+
+
+@np.errstate(over="ignore", invalid="ignore")  # of a K_jj that was rounded to nothing
+def _sequence(KN: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The removals if there were only these channels: their places, halves of their costs, and (L, P).
+
+    This runs in NumPy, on the CPU: torch takes longer to start an operation on so few numbers than to compute it.
+    """
+    c = KN.shape[-1]
+    rows = KN.cpu().permute(1, 0, 2).reshape(c, 2 * c).numpy()  # row j: K_j: and N_j:
+    factors = np.empty((steps, 2 * c), rows.dtype)  # v and s of every removal
+    V, S = factors[:, :c], factors[:, c:]
+    diagonals = np.stack([rows.diagonal(), rows.diagonal(c) / 2])  # K_jj and N_jj / 2: both lose v times [v, s]
     k_diagonal, half = diagonals
-    gone, costs = [], []
+    tiny, gone, ratios = np.finfo(rows.dtype).tiny, [], []
     for t in range(steps):
         j = int((half / k_diagonal).argmin())
-        k_jj, half_jj = diagonals[:, j].tolist()
-        now = factors[t]
-        _read_row(KN, j, into=now)
-        v, s = now
-        if t:
-            before, v_j, s_j = V[:t].mT, V[:t, j], S[:t, j]
-            v.addmv_(before, v_j, alpha=-1)
-            s.addmv_(before, s_j, alpha=-1).addmv_(S[:t].mT, v_j, alpha=-1)
-        now.mul_(k_jj**-0.5)
-        s.sub_(v, alpha=half_jj / k_jj)
-        diagonals.addcmul_(now, v, value=-1).clamp_(min=torch.finfo(KN.dtype).tiny)
-        half[j] = torch.inf  # never chosen again
+        k_jj, ratio = k_diagonal[j], half[j] / k_diagonal[j]
+        now, v, s = factors[t], V[t], S[t]
+        np.subtract(rows[j], V[:t, j] @ factors[:t], out=now)
+        s -= S[:t, j] @ V[:t]
+        now *= k_jj**-0.5
+        s -= ratio * v
+        diagonals -= now.reshape(2, c) * v
+        np.maximum(diagonals, tiny, out=diagonals)
+        half[j] = np.inf  # never chosen again
         gone.append(j)
-        costs.append(2 * half_jj / k_jj)
-    places = torch.tensor(gone, device=KN.device)
-    _move_up(KN, places)
-    _downdate(KN, _closed_up(factors.permute(2, 0, 1), places).permute(1, 2, 0))
-    return places, KN.new_tensor(costs)
+        ratios.append(ratio)
+    triangles = np.tril(factors.reshape(steps, 2, c)[:, :, gone].transpose(1, 2, 0))
+    places, halves, LP = (torch.from_numpy(np.asarray(x)).to(KN.device) for x in (gone, ratios, triangles))
+    return places, halves, LP
+
+
+def _undisputed(diagonals: Tensor, factors: Tensor, candidates: Tensor, ratios: Tensor) -> int:
+    """The number of removals before another channel than the candidates would have been cheaper; at least one."""
+    V = factors[0]
+    earlier = V.new_ones(len(V), len(V)).tril(-1)
+    k_diagonal, half = (diagonals[:, None] - earlier @ (factors * V)).clamp_(min=torch.finfo(V.dtype).tiny)
+    half[:, candidates] = torch.inf
+    disputed = (half / k_diagonal).amin(1) < ratios
+    return max(1, int((disputed.cumsum(0) == 0).sum()))
 
 
 def _panels(n: int) -> list[tuple[slice, slice]]:
@@ -107,18 +148,25 @@ def _panels(n: int) -> list[tuple[slice, slice]]:
     return [(slice(i, min(i + PANEL, n)), slice(i, n)) for i in range(0, n, PANEL)]
 
 
-def _read_row(A: Tensor, j: int, *, into: Tensor) -> None:
-    """Read row j of symmetric matrices (2, n, n), of which only the panels are up to date."""
-    start = j // PANEL * PANEL
-    into[:, start:] = A[:, j, start:]
-    if start:
-        into[:, :start] = A[:, :start, j]
+def _square(A: Tensor, places: Tensor) -> Tensor:
+    """The rows and columns at ascending places of symmetric matrices (2, n, n), of which the panels are up to date."""
+    upper = A[:, places[:, None], places].triu()
+    return upper + upper.triu(1).mT
+
+
+def _rows(A: Tensor, places: Tensor) -> Tensor:
+    """The rows (2, r, n) at these places of symmetric matrices (2, n, n), of which the panels are up to date."""
+    rows = A[:, places]
+    for row, j in zip(rows.unbind(1), places.tolist(), strict=True):
+        if start := j // PANEL * PANEL:
+            row[:, :start] = A[:, :start, j]
+    return rows
 
 
 def _downdate(KN: Tensor, factors: Tensor) -> None:
-    """K - V^T V and N - V^T S - S^T V of the m channels left, in place; factors (steps, 2, m) are v and s."""
-    V, m = factors[:, 0], factors.shape[-1]
-    both, swapped = (part.reshape(-1, m) for part in (factors, factors.flip(1)))
+    """K - V^T V and N - V^T S - S^T V of the m channels left, in place; factors (2, steps, m) are V and S."""
+    V, m = factors[0], factors.shape[-1]
+    both, swapped = factors.reshape(-1, m), factors.flip(0).view(-1, m)
     for rows, columns in _panels(m):
         KN[0, rows, columns].addmm_(V[:, rows].mT, V[:, columns], alpha=-1)
         KN[1, rows, columns].addmm_(both[:, rows].mT, swapped[:, columns], alpha=-1)
@@ -139,25 +187,41 @@ def _closed_up(x: Tensor, gone: Tensor) -> Tensor:
     return x[: len(x) - len(gone)]
 
 
-def _move_up(A: Tensor, gone: Tensor) -> None:
-    """Likewise, in place, for rows and columns of symmetric matrices (2, n, n) with only their panels up to date."""
-    source, target = _moves(A.shape[-1], gone)
-    own = torch.arange(A.shape[-1], device=A.device) >= (source // PANEL * PANEL)[:, None]
-    rows = torch.where(own, A[:, source], A[:, :, source].mT)
+def _move_up(A: Tensor, source: Tensor, target: Tensor) -> None:
+    """Move channels, in place: rows and columns of symmetric matrices (2, n, n) with only their panels up to date."""
+    rows = _rows(A, source)
     rows[:, :, target] = rows[:, :, source]
     A[:, target] = rows
-    A[:, :, target] = rows.mT
+    for row, j in zip(rows.unbind(1), target.tolist(), strict=True):
+        end = (j // PANEL + 1) * PANEL
+        A[:, :end, j] = row[:, :end]
 
 
-def _inverse(cov: Tensor, ridge: float, scale: float) -> tuple[Tensor, float]:
-    """(cov + lambda I)^-1 and lambda / scale, the smallest from `ridge` on at which the inverse exists, up to rounding.
+def _invert(cov: Tensor, ridge: float, scale: float, *, into: Tensor) -> float:
+    """Write the panels of (cov + lambda I)^-1; returns lambda / scale, the smallest from `ridge` on at which it exists.
 
-    The pivots of Cholesky's factor are conditional variances: below `least` their inverses dominate all others.
+    It exists up to rounding: the pivots of Cholesky's factor are conditional variances, and below `least` their
+    inverses dominate all others.
     """
     least = scale * torch.finfo(cov.dtype).eps ** 0.7
     for relative in (ridge, *(v for v in VANISHING if v > ridge)):
-        regular = cov.clone()
-        regular.diagonal().add_(relative * scale)
-        if (L := cholesky(regular)) is not None and not bool((L.diagonal().square() < least).any()):
-            return torch.cholesky_inverse(L), relative
+        into.copy_(cov).diagonal().add_(relative * scale)
+        if (L := cholesky(into)) is not None and not bool((L.diagonal().square() < least).any()):
+            _invert_triangle(L)
+            panels = [rows for rows, _ in _panels(len(L))]
+            for rows, columns in combinations_with_replacement(panels, 2):
+                below = L[columns.start :]  # L^-1 is 0 above
+                torch.mm(below[:, rows].mT, below[:, columns], out=into[rows, columns])
+            return relative
     raise SingularSystemError(f"the covariance of {len(cov)} channels is not positive definite; check the data")
+
+
+def _invert_triangle(L: Tensor) -> None:
+    """L <- L^-1 in place, for L (n, n) lower triangular: by halves, so that most of the work is in matrix products."""
+    if (n := len(L)) <= PANEL:
+        L.copy_(torch.linalg.solve_triangular(L, torch.eye(n, dtype=L.dtype, device=L.device), upper=False))
+        return
+    one, two = slice(0, n // 2), slice(n // 2, n)
+    _invert_triangle(L[one, one])
+    L[two, one] = torch.linalg.solve_triangular(L[two, two], L[two, one] @ L[one, one], upper=False).neg_()
+    _invert_triangle(L[two, two])
