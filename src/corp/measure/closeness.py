@@ -163,12 +163,17 @@ class Reference:
                 break
         return found
 
-    def few(self, answers: int, least: int, most: int) -> Reference:
-        """Return a reference to the first samples only: as many as give this many answers, from `least` to `most`."""
+    @property
+    def answers(self) -> int:
+        """How many answers are compared, or samples of features."""
+        return sum(size_of(batch) * dense.each for batch, dense in zip(self.batches, self.outputs, strict=True))
+
+    def few(self, answers: int, samples: int) -> Reference:
+        """Return a reference to the first samples only: as many as give this many answers, at most `samples`."""
         part = copy(self)  # it compares the same positions
         part.batches, part.outputs, taken = [], [], 0
         for batch, dense in zip(self.batches, self.outputs, strict=True):
-            wanted = min(most, max(least, math.ceil(answers / dense.each))) - taken
+            wanted = min(samples, math.ceil(answers / dense.each)) - taken
             if wanted <= 0:
                 break
             some = batch if self.forward is not None else first_samples(batch, wanted)

@@ -130,6 +130,8 @@ def test_measured_rates_and_the_energy_of_the_stream_weight_errors_alike() -> No
     assert float(by_energy["a"][0] / by_energy["b"][0]) == pytest.approx(4.0)
     both = comparable(curves, 1.0, {"a": 9.0, "b": 1.0})  # 9 times as much by the rates, 4 times by the energy
     assert float(both["a"][0] / both["b"][0]) == pytest.approx(6.0)
+    alone = comparable(curves, None, {"a": 9.0, "b": 1.0})
+    assert float(alone["a"][0] / alone["b"][0]) == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize(("divergence", "taken"), [(1.02, SPREADS[-1]), (1.05, None)])

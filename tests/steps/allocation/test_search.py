@@ -313,7 +313,10 @@ def test_a_sensitivity_is_how_far_the_output_moves_if_one_site_alone_is_narrower
     watch = Recorder()
     made.observer = watch
     reference = Reference(model, data)
-    found = measure_sensitivities(trials.Trials(made, made.recipe, reference, 200, lambda _n: None), 0.5)
+    measured = measure_sensitivities(trials.Trials(made, made.recipe, reference, 200, lambda _n: None), 0.5)
+    found = measured.rates
+    assert measured.answers == min(200, sensitivity.SAMPLES)
+    assert not measured.precise
     assert set(found) == set(made.curves())
     assert "sensitivities" in watch.stages
     tried = sensitivity.tried_alone([made.sites[name] for name in made.curves()])
@@ -375,14 +378,14 @@ def test_a_map_has_an_answer_at_every_place() -> None:
 def test_few_samples_of_a_reference_compare_the_same_outputs() -> None:
     model, data = build("vit"), batches("vit", 3, 20)
     other = corp.prune(model, data, Recipe(mlp=0.5, sequential=False)).model
-    few = Reference(model, data).few(answers=1000, least=1, most=25)
+    few = Reference(model, data).few(answers=1000, samples=25)
     assert [len(batch) for batch in few.batches] == [20, 5]
     assert few.compare(other).divergence().value == pytest.approx(kl(other, model, [torch.cat(data)[:25]]), rel=1e-5)
     texts = decoders.batches()
     length = texts[0]["input_ids"].shape[1]
-    some = Reference(decoders.build("llama"), texts).few(answers=3 * length - 1, least=1, most=25)
+    some = Reference(decoders.build("llama"), texts).few(answers=3 * length - 1, samples=25)
     assert [len(batch["input_ids"]) for batch in some.batches] == [3]
-    assert [len(batch) for batch in Reference(model, data).few(answers=1, least=22, most=25).batches] == [20, 2]
+    assert (few.answers, some.answers) == (25, 3 * length)
 
 
 def test_trials_leave_nothing_behind_for_the_plan() -> None:

@@ -189,11 +189,12 @@ class Allocator:
             why |= {} if way.queries is None else {"queries": asked.attn}
         else:
             wanted = query_share(asked.mlp) if way.queries is None else way.queries
-            power = usual_power(self.curves()) if way.power is None else way.power
+            power = usual_power(self.curves()) if way.power is None and way.rates is None else way.power
             curves = comparable(self.curves(), power, way.rates)
             most = 1.0 if way.spread is None else way.spread * asked.mlp
             widths, taken = allocate(curves, self.sites, budget, recipe, widths, (wanted, asked.mlp), most)
-            why |= {"queries": taken, "power": power} | ({} if way.rates is None else {"measured": True})
+            why |= {"queries": taken} | ({} if power is None else {"power": power})
+            why |= {} if way.rates is None else {"measured": True}
             why |= {} if way.spread is None else {"spread": way.spread}
         return Allocation(widths, {"allocation": {**why, "removed": removed(self.sites, widths)}}, self.paths())
 

@@ -103,16 +103,17 @@ def usual_power(curves: Mapping[str, Curve]) -> float:
     return 1.0 if known and max(known) > GROWTH * min(known) else 0.5
 
 
-def comparable(curves: Mapping[str, Curve], power: float, rates: Mapping[str, float] | None) -> dict[str, Tensor]:
-    """Every site's errors in a common unit: divided by a power of the stream's energy.
+def comparable(
+    curves: Mapping[str, Curve], power: float | None, rates: Mapping[str, float] | None
+) -> dict[str, Tensor]:
+    """Every site's errors in a common unit: times measured rates, or divided by a power of the stream's energy.
 
-    With measured rates, the unit is the geometric mean of both: rates follow the few samples that they are measured on,
-    and the energy says nothing of what the output minds. A site without a rate has no errors to scale.
+    With both, the unit is their geometric mean. A site without a rate has no errors to scale.
     """
-    weights = {name: curve.energy**-power for name, curve in curves.items()}
-    if rates is not None:
-        weights = {name: math.sqrt(weight * rates.get(name, 1.0)) for name, weight in weights.items()}
-    return {name: curve.errors * weights[name] for name, curve in curves.items()}
+    scales = [] if power is None else [{name: curve.energy**-power for name, curve in curves.items()}]
+    scales += [] if rates is None else [{name: rates.get(name, 1.0) for name in curves}]
+    means = {name: math.prod(scale[name] for scale in scales) ** (1 / len(scales)) for name in curves}
+    return {name: curve.errors * means[name] for name, curve in curves.items()}
 
 
 def allocate(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +21,9 @@ from corp.steps.allocation.allocator import Allocation
 from corp.steps.allocation.known import KnownBlocks
 from corp.steps.allocation.trials import Trials, sketch_model
 
-# As many held-out samples as have this many answers, within limits. Of one answer each, a hundred are needed: with 32,
-# DeiT-Tiny's rates lead to widths whose model is 7 % farther from the dense one.
-ANSWERS, FEWEST, SAMPLES = 1024, 4, 128
+# As many held-out samples as have this many answers, but at most 128. Of one answer each, a hundred are needed: with
+# 32, DeiT-Tiny's rates lead to widths whose model is 7 % farther from the dense one.
+ANSWERS, SAMPLES = 1024, 128
 LEAST, MOST = 8, 16  # half of a chain's layers are tried, but at least 8 and at most 16: neighbours are much alike
 
 
@@ -47,18 +48,30 @@ def samples_alone(sites: Sites, tokens: Mapping[str, int]) -> int:
     if not can_measure(sites):
         return 0
     answers = max(tokens.values()) if sites.output else 1
-    return min(SAMPLES, max(FEWEST, math.ceil(ANSWERS / answers)))
+    return min(SAMPLES, math.ceil(ANSWERS / answers))
 
 
-def measure_sensitivities(trials: Trials, share: float) -> Mapping[str, float]:
-    """Divergence from the dense model per unit of predicted error, at every site that loses this share alone."""
+class Sensitivities(NamedTuple):
+    """Divergence from the dense model per unit of predicted error of every site, and what that was measured on."""
+
+    rates: Mapping[str, float]
+    answers: int
+
+    @property
+    def precise(self) -> bool:
+        """Whether the rates can be used alone; those of fewer answers follow the samples too much."""
+        return self.answers >= ANSWERS
+
+
+def measure_sensitivities(trials: Trials, share: float) -> Sensitivities:
+    """How far the output moves if a site loses this share alone."""
     allocator = trials.allocator
     dense = {site.name: site.width for site in allocator.sites}
     found: dict[str, float] = {}
     sites = [allocator.sites[name] for name in allocator.curves()]
     tried = tried_alone(sites)
     with allocator.observer.stage("sensitivities", len(tried), "sites") as advance:
-        few = trials.reference.few(ANSWERS, FEWEST, SAMPLES)
+        few = trials.reference.few(ANSWERS, SAMPLES)
         known = KnownBlocks.of(allocator.model, allocator.sites, few)
         for name in tried:
             keep = min(kept_width(dense[name], share), dense[name] - 1)
@@ -68,7 +81,7 @@ def measure_sensitivities(trials: Trials, share: float) -> Mapping[str, float]:
                 trial = known.skip(sketch_model(allocator, trials.recipe, alone), allocator.sites[name])
                 found[name] = few.compare(trial).divergence().value / error
             advance(1)
-    return filled(sites, found)
+    return Sensitivities(filled(sites, found), few.answers)
 
 
 def filled(sites: Sequence[Site], found: Mapping[str, float]) -> dict[str, float]:

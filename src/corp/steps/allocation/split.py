@@ -49,8 +49,8 @@ class Split:
             return self._recorded(self.at(self.best_queries(Way(start, output=output))), {"queries": start})
         usual = Way(rule["queries"], rule["power"], output)
         if can_measure(allocator.sites):
-            rates = measure_sensitivities(self.trials, rule["equal_share"])
-            ways = [usual._replace(rates=rates), usual]
+            found = measure_sensitivities(self.trials, rule["equal_share"])
+            ways = [usual._replace(rates=found.rates, power=None if found.precise else usual.power), usual]
         else:
             ways = [usual, *(usual._replace(power=power) for power in POWERS if power != usual.power)]
         way = self.best_queries(self.best_output(self.best_spread(self.best_of(ways))))
