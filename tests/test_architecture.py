@@ -114,12 +114,15 @@ def test_the_page_lists_every_package() -> None:
     assert re.findall(r"`(\w+)`", "".join(rows)) == [part for part in ORDER if part != "__main__"]
 
 
-def test_numerics_imports_torch_and_errors_only() -> None:
-    allowed = ("__future__", "collections.abc", "typing", "functools", "torch", "corp.errors", "corp.numerics")
+def test_numerics_imports_torch_numpy_and_errors_only() -> None:
+    python = ("__future__", "collections.abc", "typing", "functools", "math")
+    allowed = (*python, "torch", "numpy", "corp.errors", "corp.numerics")
     for path in (SOURCE / "numerics").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                assert node.module.startswith(allowed), f"{path.name}: {node.module}"
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name.startswith(allowed), f"{path.name}: {name}"
 
 
 def test_only_adapters_and_data_know_the_libraries() -> None:

@@ -23,7 +23,6 @@ of rows; and the remaining channels move to the front, so that products get smal
 
 from __future__ import annotations
 
-from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
@@ -209,9 +208,10 @@ def _invert(cov: Tensor, ridge: float, scale: float, *, into: Tensor) -> float:
         if (L := cholesky(into)) is not None and not bool((L.diagonal().square() < least).any()):
             _invert_triangle(L)
             panels = [rows for rows, _ in _panels(len(L))]
-            for rows, columns in combinations_with_replacement(panels, 2):
+            for i, columns in enumerate(panels):
                 below = L[columns.start :]  # L^-1 is 0 above
-                torch.mm(below[:, rows].mT, below[:, columns], out=into[rows, columns])
+                for rows in panels[: i + 1]:
+                    torch.mm(below[:, rows].mT, below[:, columns], out=into[rows, columns])
             return relative
     raise SingularSystemError(f"the covariance of {len(cov)} channels is not positive definite; check the data")
 
