@@ -37,10 +37,10 @@ class Way(NamedTuple):
     """How a target is met; for values of None, the rules decide."""
 
     queries: float | None = None  # the share of Q/K dimensions to remove
-    power: float | None = None  # of the stream's energy, by which errors are divided
+    power: float | None = None  # of the stream's energy, by which errors are divided; None beside rates: by none
     output: float | None = None  # the share of the output head's rank to remove
     spread: float | None = None  # how many times the equal share one MLP may lose
-    rates: Mapping[str, float] | None = None  # measured divergence per unit of error, which weights errors as well
+    rates: Mapping[str, float] | None = None  # measured divergence per unit of error, which multiplies errors
 
 
 RULES = Way()

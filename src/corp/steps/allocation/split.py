@@ -22,7 +22,7 @@ MOST_QUERIES = 0.9
 OUTPUT_STEP = 0.125  # between the shares of the output head that are tried
 SPREADS = (2.0, 1.5, 1.25)  # times the equal share that one MLP may lose, tried as long as that does not hurt
 EVENER = 1.03  # times the smallest divergence, up to which the more even widths are taken
-CLEARLY = 1.05  # times as far must the usual way of weighting errors be, so that another one is taken
+CLOSER = 1.05  # times as far must the usual way of weighting errors be, so that another one is taken
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Split:
         best, *others = ways
         least = self.distance(best)
         for way in others:
-            if CLEARLY * (found := self.distance(way)) < least:
+            if CLOSER * (found := self.distance(way)) < least:
                 best, least = way, found
         return best
 
