@@ -407,3 +407,31 @@ def test_merging_folders_equals_one_pass(tmp_path: Path) -> None:
     twice = run("merge", tmp_path / "a", tmp_path / "c", "-o", tmp_path / "d")
     assert twice.exit_code == 1
     assert "counted twice" in twice.output
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_logits_that_nothing_reads_are_not_computed(
+    labelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 300, (4, 2, 12))
+    batches = [{"input_ids": part, **({"labels": part} if labelled else {})} for part in ids]
+    computed: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if len(weight) == config.vocab_size:
+            computed.append(x.shape[1])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    corp.calibrate(model, batches, out=tmp_path / "few", settings=ALL)
+    assert computed[-4:] == [12 if labelled else 1] * 4
+    corp.calibrate(model, batches, forward=lambda m, batch: m(**batch), out=tmp_path / "all", settings=ALL)
+    assert computed[-4:] == [12] * 4
+    assert_equal_folders(tmp_path / "few", tmp_path / "all")

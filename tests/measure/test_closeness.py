@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -63,3 +64,25 @@ def test_many_sequences_are_compared_at_some_positions_each(monkeypatch: pytest.
     assert reference.compare(Speaker(15)).divergence().value > 0  # every fifteenth position
     assert reference.compare(Speaker(16)).divergence().value == 0
     assert reference.compare(Speaker(285)).divergence().value == 0  # padding
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_single_logits_are_asked_for_where_a_model_can_compute_them(
+    monkeypatch: pytest.MonkeyPatch, obeys: bool
+) -> None:
+    asked: list[int] = []
+
+    class Choosing(Speaker):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: Any = 0) -> SimpleNamespace:
+            logits = super().forward(input_ids, attention_mask).logits
+            if isinstance(logits_to_keep, Tensor) and obeys:
+                logits = logits[:, logits_to_keep]
+            asked.append(logits.shape[1])
+            return SimpleNamespace(logits=logits)
+
+    monkeypatch.setattr(closeness, "KEPT", 2 * 10 * 20)
+    reference = Reference(Choosing(), [batch(300, real=200)])
+    for position in (15, 16, 285):
+        alike = reference.compare(Choosing(position)).divergence().value
+        assert alike == reference.compare(Speaker(position)).divergence().value
+    assert asked == [300, *[20 if obeys else 300] * 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
@@ -16,6 +17,8 @@ from corp.calibration.threads import shared
 from corp.errors import DataError
 
 MOST_NUMBERS = 2**28  # in one sample: a gigabyte in float32
+
+PLACES = "logits_to_keep"  # the argument of transformers' language models for the tokens whose logits are computed
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -38,6 +41,14 @@ def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
 def feed(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """Run the model on a batch after moving it to the model's device; a `forward` function moves batches itself."""
     return run(model, move(batch, *placement(model)) if forward is None else batch, forward)
+
+
+def takes_places(model: nn.Module, batch: Any) -> bool:
+    """Whether the model can compute the logits of some of the batch's tokens only; a loss needs all of them."""
+    batch = inputs_of(batch)
+    if not isinstance(batch, Mapping) or PLACES in batch or batch.get("labels") is not None:
+        return False
+    return PLACES in inspect.signature(model.forward).parameters
 
 
 def require_runs(model: nn.Module, batch: Any, forward: Forward | None = None, name: str = "the first batch") -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,16 +12,26 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from corp.calibration.batches import Forward, count_samples, describe, enumerate_batches, move, run, size_of
+from corp.calibration.batches import (
+    Forward,
+    count_samples,
+    describe,
+    enumerate_batches,
+    move,
+    run,
+    size_of,
+    takes_places,
+)
 from corp.calibration.checkpoint import Checkpoint, prepare_folder, publish, read_groups, read_progress
 from corp.calibration.collector import Collector, Cursor
 from corp.calibration.holdout import HeldBatches, HoldOut
-from corp.calibration.hooks import uncompiled
+from corp.calibration.hooks import input_of, removing, uncompiled, with_input
 from corp.calibration.memory import free_bytes, human, passes
 from corp.calibration.offload import offloaded
 from corp.calibration.settings import Settings
 from corp.calibration.site_sums import Entry
 from corp.calibration.statistics import MANIFEST, Statistics, read_entries, write_manifest, write_site
+from corp.calibration.threads import here
 from corp.calibration.workers import Workers
 from corp.errors import DataError, StatisticsError
 from corp.io.files import lock_folder, refuse_existing, write_text
@@ -206,7 +216,8 @@ class Job:
                         continue
                     count = size_of(batch)
                     collector.cursor = Cursor(start, self.rule.holds(index), count)
-                    output = self._recorded(index, batch)
+                    with nullcontext() if kept is not None else self._without_logits(batch):
+                        output = self._recorded(index, batch)
                     if kept is not None:
                         kept.ran(output)
                     samples += count
@@ -232,6 +243,23 @@ class Job:
         outputs: list[Any] = []
         self.recording.record(batch, lambda: outputs.append(self._run(batch)))
         return outputs[0]
+
+    def _without_logits(self, batch: Any) -> AbstractContextManager[None]:
+        """Make the output head compute one logit vector per sequence, if the model allows it: nothing reads the others.
+
+        The hook comes after those that read the head's input, so they see every token.
+        """
+        head = next((site for site in self.sites if isinstance(site, OutputHead)), None)
+        if head is None or self.forward is not None or not takes_places(self.model, batch):
+            return nullcontext()
+
+        def shorten(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = input_of(args, kwargs)
+            return with_input(args, kwargs, x[:, :1]) if x.dim() == 3 else None
+
+        return removing(
+            [self.model.get_submodule(head.name).register_forward_pre_hook(here(shorten), with_kwargs=True)]
+        )
 
     def _run(self, batch: Any) -> Any:
         moved = batch if self.forward is not None else move(batch, self.device, self.dtype)

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from corp.calibration.batches import Forward, evaluating, feed, first_samples, inputs_of, size_of
+from corp.calibration.batches import (
+    PLACES,
+    Forward,
+    evaluating,
+    feed,
+    first_samples,
+    inputs_of,
+    size_of,
+    takes_places,
+)
 from corp.errors import DataError, ModelError
 from corp.measure.intervals import Interval, Mean, wilson
 
@@ -118,8 +127,10 @@ class Reader(NamedTuple):
         if not answers or values.dim() != 3:
             return Output(values, mask, answers)
         every = self._stride(values)
-        some = values if every == 1 else values[:, ::every].clone()  # a view would keep all of them in memory
-        return Output(some, None if mask is None else mask[:, ::every], answers)
+        if every == 1:
+            return Output(values, mask, answers)
+        places = torch.arange(0, values.shape[1], every, device=values.device)
+        return Output(values[:, places], None if mask is None else mask[:, ::every], answers, places)
 
     def read_if_possible(self, batch: Any, output: Any) -> Output | None:
         """What is compared; None if that cannot be read."""
@@ -158,7 +169,7 @@ class Reference:
         """How close the model is; ends early if the model is clearly worse than the rival, the best one so far."""
         found = Closeness()
         for batch, dense in zip(self.batches, self.outputs, strict=True):
-            found.add(self._output(model, batch).values, dense.values, dense.mask, answers=dense.answers)
+            found.add(self._output(model, batch, dense).values, dense.values, dense.mask, answers=dense.answers)
             if rival is not None and found.lags(rival):
                 break
         return found
@@ -187,8 +198,16 @@ class Reference:
         with torch.no_grad(), evaluating(model):
             return feed(model, batch, self.forward)
 
-    def _output(self, model: nn.Module, batch: Any) -> Output:
-        return self.reader.read(batch, self.run(model, batch))
+    def _output(self, model: nn.Module, batch: Any, dense: Output | None = None) -> Output:
+        """What is compared; a model that can compute single logits computes only those that the dense one's have."""
+        if dense is None or dense.places is None or self.forward is not None or not takes_places(model, batch):
+            return self.reader.read(batch, self.run(model, batch))
+        output = self.run(model, {**inputs_of(batch), PLACES: dense.places})
+        values, _ = tensor_of(output)
+        if values.shape != dense.values.shape:  # it took the argument and gave all of them
+            return self.reader.read(batch, output)
+        require_finite(values, values.dtype)
+        return dense._replace(values=values.detach())
 
 
 @dataclass
@@ -212,6 +231,7 @@ class Output(NamedTuple):
     values: Tensor
     mask: Tensor | None
     answers: bool
+    places: Tensor | None = None  # of the tokens with these answers; None if all have one
 
     @property
     def each(self) -> int:
@@ -221,7 +241,7 @@ class Output(NamedTuple):
         return self.values.shape[1] if self.answers and self.values.dim() == 3 else 1
 
     def first(self, samples: int) -> Output:
-        return Output(self.values[:samples], None if self.mask is None else self.mask[:samples], self.answers)
+        return self._replace(values=self.values[:samples], mask=None if self.mask is None else self.mask[:samples])
 
 
 def tensor_of(output: Any) -> tuple[Tensor, bool]:
