@@ -140,6 +140,25 @@ def test_a_covariance_that_rounding_made_indefinite_takes_the_least_ridge_that_w
     assert float(path.error[-2]) <= float(W.square().sum())
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-30, 1e30])
+def test_many_channels_are_eliminated_in_float32_with_the_same_result(
+    unit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, n = seeded(7), 300
+    X = torch.randn(900, n, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, n, dtype=torch.float64)
+    X[:, 1:] += 0.5 * X[:, :-1]
+    W, cov = torch.randn(60, n, generator=generator, dtype=torch.float64), X.mT @ X / len(X)
+    slow = exact.elimination_path(W, cov, ridge=1e-3)
+    monkeypatch.setattr(exact, "MANY", n)
+    fast = exact.elimination_path(W * unit, cov * unit, ridge=1e-3)
+    assert torch.equal(fast.order, slow.order)
+    torch.testing.assert_close(fast.error / unit**3, slow.error, rtol=1e-6, atol=0)
+    assert not torch.equal(fast.error / unit**3, slow.error)
+    without = exact.elimination_path(W, cov)  # a ridge this small needs float64
+    monkeypatch.undo()
+    assert torch.equal(without.error, exact.elimination_path(W, cov).error)
+
+
 def test_what_is_no_covariance_is_an_error() -> None:
     with pytest.raises(SingularSystemError, match="covariance of 3 channels is not positive definite"):
         exact.elimination_path(torch.ones(1, 3).double(), -torch.ones(3, 3).double() - torch.eye(3).double())
