@@ -56,7 +56,7 @@ def _load(
     fitted = {name: int(counted[name] * samples * (1 - rule.share)) for name in linear}
     alone = [site for site in sites if not isinstance(site, AttentionSite) and not recipe.skips(site.name)]
     searches = not single and recipe.min_agreement is None and recipe.has_target and recipe.allocate == GAIN
-    tried = min(samples_needed(recipe), int(samples * rule.share))
+    tried = min(samples_needed(recipe, run.answers(sites)), int(samples * rule.share))
     refitted = min(samples, samples_wanted(recipe, blocks)) if blocks else 0
     return Load(
         samples,

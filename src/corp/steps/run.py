@@ -108,6 +108,12 @@ class Run(NamedTuple):
         first = self.first() if self.forward is None else None
         return None if first is None else describe(move(first, *placement(model)))
 
+    def answers(self, sites: Sites) -> int:
+        """How many answers the model gives for a sample: one, or one per token of a text."""
+        first = inputs_of(self.first()) if sites.output is not None else None
+        values = list(first.values()) if isinstance(first, Mapping) else [first]
+        return next((x.shape[1] for x in values if isinstance(x, Tensor) and x.dim() > 1), 1)
+
 
 def to_try(batch: Any) -> Any:
     """The first samples of a batch, enough to verify sites on."""

@@ -55,7 +55,7 @@ def prune_widths(dense: Dense, run: Run, recipe: Recipe, stats: Statistics | Non
 
 def _held_batches(dense: Dense, run: Run, recipe: Recipe) -> HeldBatches | None:
     """Collect held-out batches for trials, with the dense model's outputs if a search will use them."""
-    wanted = samples_needed(recipe)
+    wanted = samples_needed(recipe, run.answers(dense.sites))
     if not wanted:
         return None
     batches = () if run.batches is None else run.batches

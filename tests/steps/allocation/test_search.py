@@ -97,6 +97,11 @@ def test_of_much_data_no_more_is_kept_than_is_needed_and_that_is_spread() -> Non
     assert kept_of(data, 4 * 20) == held_of(160)
 
 
+@pytest.mark.parametrize(("answers", "samples"), [(1, 128), (32, 128), (64, 64), (256, 16), (512, 8), (4096, 8)])
+def test_of_texts_fewer_are_held_out_because_every_token_is_an_answer(answers: int, samples: int) -> None:
+    assert search.samples_needed(Recipe(target_macs=0.5), answers) == samples
+
+
 def test_calibration_keeps_the_batches_that_a_search_needs_and_fits_without_them() -> None:
     """Statistics tell the fitted batches from the held-out ones, which are those that the search is given."""
     model, data = build("vit"), batches("vit", 6, 10)
@@ -108,6 +113,15 @@ def test_calibration_keeps_the_batches_that_a_search_needs_and_fits_without_them
     for name, sums in without.sums.items():
         if isinstance(sums.total(), Moments):
             torch.testing.assert_close(whole.fitted().moments_of(name).total().cov(), sums.total().cov())
+
+
+def test_a_text_has_an_answer_at_every_token_and_an_image_has_one() -> None:
+    texts = decoders.batches()
+    assert (
+        Run(texts, None, None, None, SILENT).answers(Dense.of(decoders.build("llama")).sites)
+        == texts[0]["input_ids"].shape[1]
+    )
+    assert Run(batches("vit"), None, None, None, SILENT).answers(Dense.of(build("vit")).sites) == 1
 
 
 def test_the_dense_outputs_of_held_out_batches_are_read_while_calibration_runs() -> None:

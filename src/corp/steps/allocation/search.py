@@ -23,7 +23,8 @@ from corp.steps.allocation.split import MOST_QUERIES, OUTPUT_STEP, QUERY_STEP, S
 from corp.steps.allocation.trials import Trials
 
 AGREEMENT_SAMPLES = 512  # held out for min_agreement: 95 % is then known to within two points
-SPLIT_SAMPLES = 128  # enough to compare Q/K shares
+SPLIT_SAMPLES = 128  # enough to compare Q/K shares, of one answer each
+TEXTS, TEXT_TOKENS = 8, 4096  # the same of texts, which have an answer at every token: at least so many, and so long
 TOKENS_PER_CHANNEL = 32  # with fewer, exact elimination is compared with the paper's ranking
 STRONGER = 10.0  # times the ridge, tried if tokens are few
 CLEARLY = 0.85  # times the divergence of the paper's ranking, which exact elimination must reach if tokens are few
@@ -33,11 +34,13 @@ USUAL_SPREADS = 2  # usual number of spreads that are tried
 JUDGED_AT = 0.75  # of the parameters, if the target is not known yet
 
 
-def samples_needed(recipe: Recipe) -> int:
-    """How many held-out samples a search under this recipe needs; 0 if there is nothing to try."""
+def samples_needed(recipe: Recipe, answers: int = 1) -> int:
+    """How many held-out samples with so many answers a search under this recipe needs; 0 if there is nothing to try."""
     if recipe.min_agreement is not None:
         return AGREEMENT_SAMPLES
-    return SPLIT_SAMPLES if recipe.searches or _doubtful(recipe) else 0
+    if not (recipe.searches or _doubtful(recipe)):
+        return 0
+    return SPLIT_SAMPLES if answers == 1 else min(SPLIT_SAMPLES, max(TEXTS, math.ceil(TEXT_TOKENS / answers)))
 
 
 def usual_trials(recipe: Recipe, sites: Sites, tokens: Mapping[str, int]) -> int:
