@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -239,7 +240,7 @@ def recipes(compensations: tuple[str, ...]) -> Iterator[tuple[str, Recipe]]:
 def run(
     entry: Entry, assets: Path, known: Collection[str] = (), only: str = ""
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Row by row but for those that are known, or only those whose name has `only` in it: parameters, measurements."""
+    """Row by row but for those that are known, or only those whose name matches `only`: parameters, measurements."""
     benchmark = entry.load(assets)
     yield "dense", {"params": count_params(benchmark.model), **benchmark.measure(benchmark.model)}
     stats = corp.calibrate(benchmark.model, benchmark.calibration, settings=Settings("all"))
@@ -251,7 +252,7 @@ def run(
             name = f"Q/K {sparsity:.0%}, full, mask ignored".replace("%", " %")
             yield name, {"params": count_params(pruned), **benchmark.measure(pruned)}
     for name, recipe in entry.recipes():
-        if only not in name if only else name in known:
+        if not re.search(only, name) if only else name in known:
             continue
         if recipe.sequential:  # layers are fitted on what the pruned ones before feed them: that takes the data again
             pruned = corp.prune(benchmark.model, benchmark.calibration, recipe, stats=stats).model
@@ -284,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)}; all by default")
     parser.add_argument("--resume", action="store_true", help="keep rows that are there")
-    parser.add_argument("--only", default="", help="make the rows whose name has this in it, keep the others")
+    parser.add_argument("--only", default="", help="make the rows whose name matches this, keep the others")
     args = parser.parse_args()
     if unknown := set(args.models) - set(MODELS):
         sys.exit(f"{min(unknown)} is not one of {', '.join(MODELS)}")

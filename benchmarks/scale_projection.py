@@ -16,9 +16,10 @@ from corp.io.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 65_536  # 128 texts of 512
-HELD, TRIALS = 1 / 8, 14  # share of the data that trials run on, and how many there are
+HELD, TRIALS = 4096, 14  # tokens that trials run on, and how many there are
 KEPT = 0.6  # of the operations
 PER_CHANNEL, LEAST = 40, 30_000  # tokens that the sums of an MLP take (calibration/settings.py)
+REFITTED, PER_INPUT = 49_152, 32  # tokens that the refit takes (surgery/refit/recording.py)
 DOUBLE = 0.5  # of its float64 products' speed is what a factorisation reaches
 
 
@@ -64,13 +65,18 @@ def operations(model: Model, workers: int) -> dict[str, tuple[float, float]]:
     eliminated = model.layers * (4 / 3 + 1) * model.mlp**3  # four Cholesky factorisations, and the products W^T W
     fits = model.layers * (KEPT * model.mlp) ** 2 * (KEPT * model.mlp / 3 + 4 * model.stream)
     share = -(-model.layers // workers) / model.layers  # whole sites
-    refitted = (1 + 1.1 * KEPT) * once + model.layers * TOKENS * (KEPT * model.mlp) ** 2
+    streams = refitted_tokens(model)
+    refitted = (1 + 1.1 * KEPT) * once * streams / TOKENS + model.layers * streams * (KEPT * model.mlp) ** 2
     return {
         "calibrate": ((once + sums) / workers, 0.0),
-        "search": (TRIALS * HELD * KEPT * once, share * eliminated + TRIALS * fits),
+        "search": (TRIALS * HELD / TOKENS * KEPT * once, share * eliminated + TRIALS * fits),
         "plan": (0.0, 3 * share * fits),
         "refit": (refitted, 4 * fits),
     }
+
+
+def refitted_tokens(model: Model) -> int:
+    return min(TOKENS, max(REFITTED, PER_INPUT * model.mlp))
 
 
 def seconds(model: Model, device: Device, workers: int, slower: dict[str, float]) -> dict[str, float]:
@@ -87,7 +93,7 @@ def memory(model: Model) -> dict[str, float]:
         "weights": 2 * (1 + KEPT) * model.params,
         "statistics": model.layers * 2 * 8 * (model.mlp**2 + model.stream**2),
         "one layer's statistics": 2 * 8 * (model.mlp**2 + model.stream**2),
-        "streams": 2 * TOKENS * (6 * model.stream + KEPT * model.mlp),
+        "streams": 2 * refitted_tokens(model) * (6 * model.stream + KEPT * model.mlp),
     }
 
 

@@ -140,7 +140,7 @@ class Recipe(Tabular):
         "default if model and data allow it.",
     )
     sequential_samples: int | None = _option(
-        None, HOW, "Number of samples for the refit; by default enough for 65,536 tokens, or 512 images."
+        None, HOW, "Number of samples for the refit; by default enough for 49,152 tokens, or 512 images."
     )
 
     @classmethod

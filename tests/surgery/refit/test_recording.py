@@ -27,21 +27,21 @@ def block(tokens: int, inputs: int = 8, read: int | None = None, number: int = 0
 
 
 def test_wide_layers_need_more_tokens() -> None:
-    assert tokens_wanted([block(10, 8)]) == tokens_wanted([block(10, 1024)]) == 65_536
-    assert tokens_wanted([block(10, 8), block(10, 2048)]) == 2 * 65_536
-    assert tokens_wanted([Block("0", True, (), (), 10, True)]) == 65_536
+    assert tokens_wanted([block(10, 8)]) == tokens_wanted([block(10, 1024)]) == 49_152
+    assert tokens_wanted([block(10, 8), block(10, 3072)]) == 2 * 49_152
+    assert tokens_wanted([Block("0", True, (), (), 10, True)]) == 49_152
 
 
 def test_samples_are_as_many_as_have_the_tokens() -> None:
-    assert samples_wanted(RECIPE, [block(64)]) == 1024
-    assert samples_wanted(RECIPE, [block(64), block(128)]) == 512
-    assert samples_wanted(RECIPE, [block(1000)]) == 66
+    assert samples_wanted(RECIPE, [block(64)]) == 768
+    assert samples_wanted(RECIPE, [block(64), block(128)]) == 384
+    assert samples_wanted(RECIPE, [block(1000)]) == 50
     assert samples_wanted(SOME, [block(64)]) == 5
 
 
-def test_where_few_tokens_are_read_there_are_twice_the_samples_up_to_a_limit() -> None:
-    assert samples_wanted(RECIPE, [block(1024, read=1)]) == 128
-    assert samples_wanted(RECIPE, [block(1024, read=1), block(1024)]) == 128
+def test_where_few_tokens_are_read_there_are_three_times_the_samples_up_to_a_limit() -> None:
+    assert samples_wanted(RECIPE, [block(1024, read=1)]) == 144
+    assert samples_wanted(RECIPE, [block(1024, read=1), block(1024)]) == 144
     assert samples_wanted(RECIPE, [block(64, read=1)]) == 512
 
 
@@ -99,15 +99,15 @@ def test_it_is_full_with_the_samples_that_were_requested(monkeypatch: pytest.Mon
     assert (made.seen, made.full) == (5, True)
 
 
-def test_it_is_full_with_twice_the_tokens_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_full_with_three_times_the_tokens_that_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "TOKENS", 6)
     monkeypatch.setattr(recording, "PER_INPUT", 0)
     made = recorder(tokens=1)  # the first samples had fewer
     assert made.wanted == 6
+    feed(made, batches(2))
+    assert (made.tokens, made.full) == (12, False)
     feed(made, batches(1))
-    assert (made.tokens, made.full) == (6, False)
-    feed(made, batches(1))
-    assert (made.tokens, made.seen, made.full) == (12, 4, True)
+    assert (made.tokens, made.seen, made.full) == (18, 6, True)
 
 
 @pytest.mark.parametrize(("available", "wanted"), [(20, [0, 4, 8]), (9, [0, 1, 2]), (3, [0, 1, 2]), (10, [0, 2, 4])])

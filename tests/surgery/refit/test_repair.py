@@ -462,10 +462,10 @@ def block_of(tokens: int, inputs: int, read: int) -> Block:
 
 def test_the_refit_takes_as_many_samples_as_have_enough_tokens() -> None:
     recipe = Recipe(mlp=0.5)
-    assert samples_wanted(recipe, [block_of(16, 64, 16)]) == 65_536 // 16  # short texts: many of them
-    assert samples_wanted(recipe, [block_of(16, 2048, 16)]) == 64 * 2048 // 16  # a wide layer needs more
+    assert samples_wanted(recipe, [block_of(16, 64, 16)]) == 49_152 // 16  # short texts: many of them
+    assert samples_wanted(recipe, [block_of(16, 2048, 16)]) == 32 * 2048 // 16  # a wide layer needs more
     assert samples_wanted(recipe, [block_of(197, 768, 1)]) == 512  # of each image one token is read
-    assert samples_wanted(recipe, [block_of(4096, 768, 1)]) == 2 * 16  # of large ones twice the tokens have to do
+    assert samples_wanted(recipe, [block_of(4096, 768, 1)]) == 3 * 12  # of large ones three times the tokens have to do
     assert samples_wanted(Recipe(mlp=0.5, sequential_samples=7), [block_of(197, 768, 1)]) == 7
 
 

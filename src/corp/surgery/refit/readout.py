@@ -27,20 +27,23 @@ def tokens_read(model: nn.Module, blocks: Sequence[Block], run: Run) -> list[Blo
     """
     following = {block.name: after.name for block, after in pairwise(blocks) if not after.starts}
     inner = [block for block in blocks if block.name in following]
-    tapped = inner if inner and _read_of(model, inner, following, run) else []
+    most = max(block.tokens for block in blocks)
+    expected = list(tensors_in(_run(model, blocks, following, run, most)))
+    tapped = inner if inner and _read_of(model, inner, following, run, expected) else []
     found: list[Block] = []
     for block in reversed(blocks):
         ends = block.name not in following
-        own = _read_of(model, [block], following, run) if ends or block in tapped else 0
+        own = _read_of(model, [block], following, run, expected) if ends or block in tapped else 0
         read = own if ends else max(own, found[-1].read)
         found.append(replace(block, read=read, ends=ends))
     return found[::-1]
 
 
-def _read_of(model: nn.Module, blocks: Sequence[Block], following: Mapping[str, str], run: Run) -> int:
+def _read_of(
+    model: nn.Module, blocks: Sequence[Block], following: Mapping[str, str], run: Run, expected: Sequence[Tensor]
+) -> int:
     """The least k such that tokens of these blocks after the first k are not read; usually all are read at the end."""
     most = max(block.tokens for block in blocks)
-    expected = list(tensors_in(_run(model, blocks, following, run, most)))
 
     def unread(k: int) -> bool:
         outputs = list(tensors_in(_run(model, blocks, following, run, k)))

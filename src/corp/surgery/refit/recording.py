@@ -18,8 +18,8 @@ from corp.recipe import Recipe
 from corp.sites import Sites
 from corp.surgery.refit.replay import Block, Passage, Run, record, refusal
 
-TOKENS, PER_INPUT = 65_536, 64  # least number of tokens in the streams by default, and tokens per layer input
-READ_SAMPLES = 512  # if only some tokens are read, such as a class token: the most samples, for twice the tokens
+TOKENS, PER_INPUT = 49_152, 32  # least number of tokens in the streams by default, and tokens per layer input
+READ_SAMPLES = 512  # if only some tokens are read, such as a class token: the most samples, for three times the tokens
 STREAMS = 5  # hidden states held per sample, besides the outputs of a block's sites and the input of its last
 
 
@@ -28,7 +28,7 @@ def samples_wanted(recipe: Recipe, blocks: Sequence[Block]) -> int:
     if recipe.sequential_samples:
         return recipe.sequential_samples
     enough = math.ceil(tokens_wanted(blocks) / max(block.tokens for block in blocks))
-    return min(READ_SAMPLES, 2 * enough) if any(block.read < block.tokens for block in blocks) else enough
+    return min(READ_SAMPLES, 3 * enough) if any(block.read < block.tokens for block in blocks) else enough
 
 
 def tokens_wanted(blocks: Sequence[Block]) -> int:
@@ -62,7 +62,7 @@ class Recorder:
         """Whether enough is recorded: fewer samples if they are longer than the first ones, or if memory is short."""
         if self.recipe.sequential_samples:
             return self.seen >= self.wanted
-        return self.seen >= min(self.wanted, self.affordable) or self.tokens >= 2 * tokens_wanted(self.blocks)
+        return self.seen >= min(self.wanted, self.affordable) or self.tokens >= 3 * tokens_wanted(self.blocks)
 
     def wants(self, index: int) -> bool:
         return not self.full and index % max(1, self.available // self.wanted) == 0
