@@ -109,6 +109,12 @@ def test_output_energy_is_the_mean_square_of_the_output(tokens: Tensor) -> None:
     assert affine.output_energy(W, *moments(tokens)) == pytest.approx(expected)
 
 
+def test_the_energy_before_a_removal_is_that_of_the_whole_output(tokens: Tensor) -> None:
+    W = torch.randn(5, 7, dtype=torch.float64)
+    given = affine.removal(W, *moments(tokens), kept, pruned)
+    assert affine.energy_before(given, W[:, kept]) == pytest.approx(affine.output_energy(W, *moments(tokens)))
+
+
 def test_singular_system_says_what_to_do() -> None:
     cov = torch.ones(7, 7, dtype=torch.float64)  # seven times the same channel
     with pytest.raises(SingularSystemError, match=r"4 kept dimensions .* raise the ridge or calibrate on more"):

@@ -31,6 +31,18 @@ def small_eigenvalue(value: float) -> Tensor:
     return with_eigenvalues(torch.cat([torch.ones(D - 1), torch.tensor([value])]).double())
 
 
+@pytest.mark.parametrize("d", [1, 7, 512, 513, 1100])
+def test_the_energy_of_a_map_takes_half_of_the_product_and_equals_all_of_it(d: int) -> None:
+    A, S = (torch.randn(rows, d, generator=seeded(3), dtype=torch.float64) for rows in (5, d))
+    S = S + S.mT
+    assert linalg.energy_in(A, S) == pytest.approx(float((A @ S * A).sum()), rel=1e-12)
+
+
+def test_the_upper_triangle_is_unpacked_as_it_was_packed() -> None:
+    A = torch.randn(9, 9, generator=seeded(4), dtype=torch.float64)
+    assert torch.equal(linalg.unpack_upper(linalg.pack(A), 9), A.triu())
+
+
 @pytest.mark.parametrize("refinements", [linalg.REFINEMENTS, 0])
 def test_float32_solutions_are_refined_or_replaced(refinements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the smallest eigenvalue rounding is worst: a factor in float32 alone is off by up to 1e-3."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import StatisticsError
-from corp.numerics.linalg import pack, unpack
+from corp.numerics.linalg import pack, unpack_upper
 
 ACTIVE_EPS = 1e-2  # |x| above this counts as active (the paper gives no number for its "active probability")
 BLOCK = 256  # columns per block of the upper triangle: narrower products cost more time than they save
@@ -28,7 +28,7 @@ class Moments:
     unless one is set: without it rounding of a large mean would hide a small variance.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, outer: Tensor | None = None) -> None:
         self.width = width
         self.seen = 0
         self.n = 0
@@ -36,7 +36,8 @@ class Moments:
         self.total_seen = torch.zeros(width, dtype=torch.float64)  # (D,)
         self.square_seen = torch.zeros(width, dtype=torch.float64)  # (D,)
         self.total = torch.zeros(width, dtype=torch.float64)  # (D,)
-        self.outer = torch.zeros(width, width, dtype=torch.float64)  # (D, D), upper triangle by blocks
+        # (D, D), upper triangle by blocks
+        self.outer = torch.zeros(width, width, dtype=torch.float64) if outer is None else outer
         self.active = torch.zeros(width, dtype=torch.float64)  # (D,)
         self.stream = torch.zeros(2, dtype=torch.float64)
 
@@ -135,10 +136,11 @@ class Moments:
             raise StatisticsError(f"moments of {self.width} and of {other.width} channels cannot be added")
         if self.n == 0 or other.n == 0:
             return other if self.n == 0 else self
-        both = Moments(self.width)
-        both.shift = self._shift()
-        rebased = other._rebased(both.shift)
-        for name in ("n", "seen", "outer", "stream", *CHANNELS):
+        shift = self._shift()
+        rebased = other._rebased(shift)
+        both = Moments(self.width, self.outer + rebased.outer)
+        both.shift = shift
+        for name in ("n", "seen", "stream", *CHANNELS):
             setattr(both, name, getattr(self, name) + getattr(rebased, name))
         return both
 
@@ -150,10 +152,10 @@ class Moments:
 
     @classmethod
     def from_state(cls, width: int, state: dict[str, Tensor]) -> Moments:
-        moments = cls(width)
+        moments = cls(width, unpack_upper(state["outer"], width))
         moments.n, moments.seen = (int(count) for count in state["counts"])
         moments.shift = state["shift"] if len(state["shift"]) else None
-        moments.outer, moments.stream = unpack(state["outer"], width), state["stream"]
+        moments.stream = state["stream"]
         for name in CHANNELS:
             setattr(moments, name, state[name])
         return moments

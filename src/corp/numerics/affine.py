@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corp.numerics.linalg import mean_diagonal, solve_ridge, solve_vanishing
+from corp.numerics.linalg import energy_in, mean_diagonal, solve_ridge, solve_vanishing
 
 
 class Removal(NamedTuple):
@@ -55,13 +55,13 @@ def removal(W: Tensor, mean: Tensor, cov: Tensor, kept: Tensor, pruned: Tensor) 
 
     `kept` (S,) and `pruned` (P,) partition range(D).
     """
-    W_P, rows = W[:, pruned], cov[pruned]  # (o, P), (P, D)
+    W_P = W[:, pruned]  # (o, P)
     return Removal(
         cov[kept[:, None], kept],
-        (W_P @ rows[:, kept]).mT,
+        (W_P @ cov[pruned[:, None], kept]).mT,
         mean[kept],
         W_P @ mean[pruned],
-        float((W_P @ rows[:, pruned] * W_P).sum()),
+        energy_in(W_P, cov[pruned[:, None], pruned]),
         mean_diagonal(cov),
     )
 
@@ -108,7 +108,7 @@ def error(given: Removal, fit: Affine) -> float:
     """
     variance = given.variance
     if bool(fit.V.any()):  # without a prediction, two products fewer
-        variance += float((fit.V @ given.Sigma_SS * fit.V).sum() - 2 * (fit.V * given.C.mT).sum())
+        variance += energy_in(fit.V, given.Sigma_SS) - 2 * float((fit.V * given.C.mT).sum())
     bias = given.mean_lost - fit.V @ given.mean_kept - fit.c
     return max(0.0, variance + float(bias.square().sum()))
 
@@ -128,6 +128,13 @@ def explained(left: float, total: float) -> float:
     return max(0.0, 1 - left / total) if total > 0 else 1.0
 
 
+def energy_before(given: Removal, W_S: Tensor) -> float:
+    """E||W x||^2 before the removal, from its moments: that of y_S = W_S x_S, of y_P, and twice what they share."""
+    shared = 2 * float((W_S * given.C.mT).sum())
+    mean = W_S @ given.mean_kept + given.mean_lost
+    return energy_in(W_S, given.Sigma_SS) + shared + given.variance + float(mean.square().sum())
+
+
 def output_energy(W: Tensor, mean: Tensor, cov: Tensor) -> float:
     """E||W x||^2: the scale with which a distortion is compared."""
-    return float((W @ cov * W).sum() + torch.linalg.vector_norm(W @ mean).square())
+    return energy_in(W, cov) + float((W @ mean).square().sum())

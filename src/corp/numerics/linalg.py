@@ -14,6 +14,7 @@ from corp.numerics.place import Place
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems,
 # most if a head is mapped by a basis from a handful of tokens. The last are for systems of pure rounding errors.
 VANISHING = (1e-10, 1e-8, 1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
+COLUMNS = 512  # of a symmetric matrix that are multiplied at a time: narrower blocks cost more time than they save
 RAISED = 8  # the most powers of ten by which a ridge is raised
 REFINEMENTS, LEFT = 3, 1e-6  # steps, and the largest residual relative to the right-hand side
 MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d = 64
@@ -22,6 +23,21 @@ MAPPED_AT_ONCE = 512  # packed matrices unpacked at a time: 16 MB each way at d 
 def mean_diagonal(A: Tensor) -> float:
     """Mean of the diagonal of A (D, D): the scale that makes a ridge relative."""
     return float(A.diagonal().mean()) if len(A) else 0.0
+
+
+def energy_in(A: Tensor, S: Tensor) -> float:
+    """tr A S A^T = E||A x||^2, for A (o, D) and symmetric S (D, D) = E[x x^T].
+
+    Blocks right of the diagonal are those below it, so half of the product is enough.
+    """
+    total = A.new_zeros(())
+    for start in range(0, len(S), COLUMNS):
+        stop = min(start + COLUMNS, len(S))
+        here, own = A[:, start:stop], S[start:stop, start:stop]
+        # (o, COLUMNS)
+        product = torch.addmm(here @ own, A[:, stop:], S[stop:, start:stop], alpha=2) if stop < len(S) else here @ own
+        total += (product * here).sum()
+    return float(total)
 
 
 def dead(A: Tensor) -> Tensor:
@@ -130,6 +146,14 @@ def pack(A: Tensor) -> Tensor:
 def unpack(p: Tensor, d: int) -> Tensor:
     """The inverse of `pack`: (..., d(d+1)/2) -> (..., d, d)."""
     return p[..., packed_index(d, p.device)]
+
+
+def unpack_upper(p: Tensor, d: int) -> Tensor:
+    """The upper triangle of a packed symmetric matrix, (d(d+1)/2,) -> (d, d), without an index as large."""
+    A = p.new_zeros(d, d)
+    for row, entries in enumerate(p.split([*range(d, 0, -1)])):
+        A[row, row:] = entries
+    return A
 
 
 def packed_outer(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from corp.numerics.affine import Folded
-from corp.numerics.linalg import mean_diagonal
+from corp.numerics.linalg import energy_in, mean_diagonal
 
 FLOOR = 1e-9  # relative; a smaller variance of the hidden state in a direction counts as zero
 
@@ -61,4 +61,4 @@ def output_error(linear: Folded, made: LowRank, mean: Tensor, cov: Tensor) -> fl
     D = linear.W - made.U @ made.P
     D = D - D.mean(0)
     bias = D @ mean + linear.b - made.b
-    return float((D @ cov * D).sum() + (bias - bias.mean()).square().sum())
+    return energy_in(D, cov) + float((bias - bias.mean()).square().sum())

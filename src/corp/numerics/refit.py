@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from corp.errors import SingularSystemError
-from corp.numerics.linalg import mean_diagonal, solve_ridge
+from corp.numerics.linalg import energy_in, mean_diagonal, solve_ridge
 from corp.numerics.place import Place
 
 # Relative, as everywhere. The last hardly corrects anything; if even that is harmful, nothing is corrected.
@@ -72,7 +72,7 @@ def fit_gap(moments: GapMoments, ridge: float) -> Correction:
 def gap_left(moments: GapMoments, fit: Correction) -> float:
     """E||g - R x - c||^2, exactly, for any correction."""
     mean, cov, gap, cross, energy = moments
-    variance = energy - 2 * float((fit.R * cross).sum()) + float((fit.R @ cov * fit.R).sum())
+    variance = energy - 2 * float((fit.R * cross).sum()) + energy_in(fit.R, cov)
     return max(0.0, variance) + float((gap - fit.R @ mean - fit.c).square().sum())
 
 

@@ -77,7 +77,7 @@ def plan_linear(
         given = affine.removal(*here, kept, pruned)
         fit, choice = fit_choice(given, choice, recipe)
     unseen = _judge(sums, kept, pruned, choice, recipe, layer)
-    cost = GroupCost(*affine.distortion(given, fit), affine.output_energy(*here), *unseen)
+    cost = GroupCost(*affine.distortion(given, fit), affine.energy_before(given, here.W[:, kept]), *unseen)
     fold = _fold(here, down, kept, fit, choice)
     return _site_plan(site, choice, recipe, intercept, (cost,), fold)
 

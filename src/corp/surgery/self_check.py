@@ -20,6 +20,7 @@ from corp.errors import ModelError
 from corp.io.observer import Advance
 from corp.numerics import rotary, subspace
 from corp.numerics.affine import Folded
+from corp.numerics.linalg import energy_in
 from corp.numerics.output import LowRank, output_error
 from corp.numerics.place import Place, in_float64
 from corp.planning.fitting import split
@@ -172,7 +173,7 @@ def _output_error(dense: nn.Module, site: LinearSite, W_new: Tensor, b_new: Tens
     W, b = in_float64(*projection_at(dense, site.down))
     moments = stats.moments_of(site.name).total()
     D, cov = W - W_new, moments.cov()
-    error = float(((D @ cov) * D).sum() + (D @ moments.mean + b - b_new).square().sum())
+    error = energy_in(D, cov) + float((D @ moments.mean + b - b_new).square().sum())
     return Remainder(error, float((D.square() @ cov.diagonal()).sum()))
 
 
