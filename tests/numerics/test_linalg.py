@@ -43,6 +43,17 @@ def test_the_upper_triangle_is_unpacked_as_it_was_packed() -> None:
     assert torch.equal(linalg.unpack_upper(linalg.pack(A), 9), A.triu())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("least", [1e-4, 0.0])
+def test_what_the_optimum_explains_is_that_of_its_solution(least: float, dtype: torch.dtype) -> None:
+    """At 0 the right-hand side is in the range of the matrix, as every covariance with its variables is."""
+    A = small_eigenvalue(least)
+    rhs = A @ torch.randn(D, 3, generator=seeded(5), dtype=torch.float64)
+    expected = float((torch.linalg.pinv(A, hermitian=True) @ rhs * rhs).sum())
+    found = linalg.explained_at_best(A.to(dtype), rhs.to(dtype), linalg.mean_diagonal(A))
+    assert found == pytest.approx(expected, rel=1e-8 if dtype == torch.float64 else 1e-4)
+
+
 @pytest.mark.parametrize("refinements", [linalg.REFINEMENTS, 0])
 def test_float32_solutions_are_refined_or_replaced(refinements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the smallest eigenvalue rounding is worst: a factor in float32 alone is off by up to 1e-3."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corp.numerics.linalg import energy_in, mean_diagonal, solve_ridge, solve_vanishing
+from corp.numerics.linalg import energy_in, explained_at_best, mean_diagonal, solve_ridge, solve_vanishing
 
 
 class Removal(NamedTuple):
@@ -118,9 +118,14 @@ def distortion(given: Removal, fit: Affine) -> Distortion:
 
     rho^2 is the share of the variance of y_P that is linear in x_S (Proposition C.1.2).
     """
-    J_star = error(given, best_affine(given))
-    J_uncomp = given.variance + float(given.mean_lost.square().sum())
-    return Distortion(error(given, fit), J_star, J_uncomp, explained(J_star, given.variance))
+    J, J_uncomp = error(given, fit), given.variance + float(given.mean_lost.square().sum())
+    J_star = min(J, best_error(given))
+    return Distortion(J, J_star, J_uncomp, explained(J_star, given.variance))
+
+
+def best_error(given: Removal) -> float:
+    """The error of best_affine, without computing it: the variance of y_P less what x_S explains."""
+    return max(0.0, given.variance - explained_at_best(given.Sigma_SS, given.C, given.scale))
 
 
 def explained(left: float, total: float) -> float:

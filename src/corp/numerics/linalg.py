@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from corp.errors import SingularSystemError
 from corp.numerics.place import Place
+
+Found = TypeVar("Found")
 
 # "lambda -> 0+" in floating point, relative: the first of these at which the system is positive definite. Sums of
 # float64 products pass at the first; those of float32 products, rounded to about 1e-7, need more on singular systems,
@@ -65,6 +69,14 @@ def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
     A dimension without variance predicts nothing: its row of X is 0, whatever lam is. In float32 the solution is
     refined, and its residual must be negligible.
     """
+    regular, L = _factorised(A, lam)
+    rhs = rhs.masked_fill(dead(A)[:, None], 0.0)
+    X = torch.cholesky_solve(rhs, L)  # never form the inverse
+    return X if A.dtype == torch.float64 else _refined(regular, rhs, X, L)
+
+
+def _factorised(A: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+    """A + lam I, and its Cholesky factor."""
     regular = damped(A, lam)
     L = cholesky(regular)
     if L is None:
@@ -72,9 +84,7 @@ def solve_ridge(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
             f"the system of {len(A)} kept dimensions is not positive definite at lambda={lam:g}; "
             "raise the ridge or calibrate on more samples"
         )
-    rhs = rhs.masked_fill(dead(A)[:, None], 0.0)
-    X = torch.cholesky_solve(rhs, L)  # never form the inverse
-    return X if A.dtype == torch.float64 else _refined(regular, rhs, X, L)
+    return regular, L
 
 
 def solve_raised(A: Tensor, rhs: Tensor, lam: float) -> Tensor:
@@ -104,12 +114,30 @@ def _refined(A: Tensor, rhs: Tensor, X: Tensor, L: Tensor) -> Tensor:
 
 def solve_vanishing(A: Tensor, rhs: Tensor, scale: float) -> Tensor:
     """solve_ridge in the limit lambda -> 0+, for the optimum J*; `scale` makes the limit relative."""
+    return _at_vanishing(lambda lam: solve_ridge(A, rhs, lam), scale)
+
+
+def explained_at_best(A: Tensor, rhs: Tensor, scale: float) -> float:
+    """tr rhs^T (A + lam I)^-1 rhs = ||L^-1 rhs||^2 in the same limit: what the optimum explains, half of a solve."""
+
+    def explained(lam: float) -> float:
+        if A.dtype != torch.float64:  # a solution in float32 is refined
+            return float((solve_ridge(A, rhs, lam) * rhs).sum())
+        _, L = _factorised(A, lam)
+        alive = rhs.masked_fill(dead(A)[:, None], 0.0)
+        return float(torch.linalg.solve_triangular(L, alive, upper=False).square().sum())
+
+    return _at_vanishing(explained, scale)
+
+
+def _at_vanishing(work: Callable[[float], Found], scale: float) -> Found:
+    """The work at the least lambda at which the system can be factorised."""
     for relative in VANISHING[:-1]:
         try:
-            return solve_ridge(A, rhs, relative * scale)
+            return work(relative * scale)
         except SingularSystemError:
             continue
-    return solve_ridge(A, rhs, VANISHING[-1] * scale)
+    return work(VANISHING[-1] * scale)
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,8 @@ from corp.planning.site_plan import GroupCost, LinearFold, SitePlan
 from corp.recipe import COORDINATES, SUBSPACE, Recipe
 from corp.sites import LinearSite, MLPSite, Projection, ValueSite
 
+JUDGED = 512  # outputs of a layer, at most, whose errors on fitted and on held-out batches are compared
+
 
 class Layer(NamedTuple):
     """The linear layer that consumes a site's channels, and the moments of its input, in the basis of the pruning."""
@@ -201,10 +203,18 @@ def _judge(
     recipe: Recipe,
     layer: Callable[[Moments], Layer],
 ) -> tuple[float | None, float | None]:
-    """The unexplained shares on fitted and on held-out batches, of a fit without the latter; None without any."""
+    """The unexplained shares on fitted and on held-out batches, of a fit without the latter; None without any.
+
+    Of many outputs some are judged, evenly spaced: all are predicted from the same inputs.
+    """
     if recipe.compensate != "full" or not sums.fit.n or not sums.held.n:
         return None, None
-    seen, held = (affine.removal(*layer(part), kept, pruned) for part in (sums.fit, sums.held))
+
+    def removed(part: Moments) -> affine.Removal:
+        W, mean, cov = layer(part)
+        return affine.removal(W[:: -(-len(W) // JUDGED)], mean, cov, kept, pruned)
+
+    seen, held = map(removed, (sums.fit, sums.held))
     fit, _ = fit_choice(seen, choice, recipe)
     left, right = (affine.error(part, fit) / part.variance if part.variance > 0 else None for part in (seen, held))
     return left, right
