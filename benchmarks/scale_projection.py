@@ -62,7 +62,7 @@ def operations(model: Model, workers: int) -> dict[str, tuple[float, float]]:
     once = 2 * model.params * TOKENS
     tokens = max(LEAST, PER_CHANNEL * model.mlp)
     sums = model.layers * min(tokens, TOKENS) * (model.mlp**2 + model.stream**2)  # half of a product: a triangle
-    eliminated = model.layers * (4 / 3 + 1) * model.mlp**3  # four Cholesky factorisations, and the products W^T W
+    eliminated = model.layers * (1 + 4 / 3 / 2) * model.mlp**3  # an inverse, and downdates in float32: half as long
     fits = model.layers * (KEPT * model.mlp) ** 2 * (KEPT * model.mlp / 3 + 4 * model.stream)
     share = -(-model.layers // workers) / model.layers  # whole sites
     streams = refitted_tokens(model)

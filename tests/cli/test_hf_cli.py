@@ -17,8 +17,8 @@ from torch import nn
 import corp
 from corp.adapters import hf_models
 from corp.calibration.batches import without_cache
-from corp.cli.inputs import sequences_per_batch
 from corp.cli.models import ENCODER, kind_of, load_model
+from corp.cli.texts import sequences_per_batch
 from corp.errors import DataError, ModelError
 from tests.helpers import hf_folders
 from tests.helpers.command import content, failure, run

@@ -26,6 +26,12 @@ def given(sequences: int = 6, length: int = LENGTH) -> text.TextBatches:
     return text.TextBatches(ids, spans, pad=0, batch_size=2, description="counted")
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens per channel below which texts are few, as in use; other tests have none (tests/conftest.py)."""
+    monkeypatch.setattr("corp.steps.allocation.search.TOKENS_PER_CHANNEL", 32)
+
+
 def rows(batches: text.TextBatches) -> list[list[int]]:
     return [row for batch in batches for row in batch["input_ids"].tolist()]
 
@@ -75,6 +81,11 @@ def test_given_texts_that_are_too_short_to_go_on_from_are_kept_but_not_continued
     assert sum(span.end - span.start == LENGTH for span in both.spans) == 13
 
 
+def test_stand_ins_are_as_many_as_own_texts_would_be() -> None:
+    texts = given()
+    assert written.stand_ins(texts, 12).tokens == written.with_own_texts(decoders.build("llama"), texts, 12).tokens
+
+
 def test_what_cannot_write_is_refused() -> None:
     with pytest.raises(ModelError, match="does not generate text"):
         written.own_texts(build("vit"), [torch.arange(40)], 2, length=20)
@@ -98,21 +109,60 @@ def test_the_command_calibrates_on_both(tmp_path: Path) -> None:
     assert "does not generate text" in failure("prune", f"hf:{bert}", *options)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
-def test_few_texts_are_told_with_how_many_the_model_should_write(tmp_path: Path) -> None:
+def test_few_texts_are_added_to_unasked_and_said_so(tmp_path: Path) -> None:
     opt, texts = hf_folders.opt(tmp_path / "opt"), hf_folders.texts(tmp_path / "texts.jsonl")
     width = corp.find_sites(hf_models.create(str(opt))).mlp[0].width
-    options = ("--calib", texts, "--seq-len", 16, "--mlp", 0.5, "--overwrite", "-o", tmp_path / "out")
-    few = run("prune", f"hf:{opt}", "--samples", 6, *options)
-    wanted = math.ceil((40 * width - 6 * 16) / 16)
-    assert f"96 tokens are {96 / width:.0f} per MLP channel" in " ".join(few.output.split())
-    assert f"--own-texts {wanted}" in few.output
-    enough = run("prune", f"hf:{opt}", "--samples", 6, "--own-texts", wanted, *options)
-    assert enough.exit_code == 0, enough.output
-    assert "--own-texts" not in enough.output
+    lacking = math.ceil((40 * width - 6 * 16) / 16)
+    assert lacking > 12
+
+    def calibrated(*more: Any) -> tuple[str, int]:
+        options = ("--calib", texts, "--seq-len", 16, "--samples", 6, "-o", tmp_path / f"stats{len(more)}{more[-1:]}")
+        result = run("calibrate", f"hf:{opt}", *options, *more)
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split()), corp.Statistics.load(options[-1]).samples
+
+    said, samples = calibrated()
+    assert f"96 tokens are {96 / width:.0f} per MLP channel" in said
+    assert "the model writes 12 itself (--own-texts 0 turns that off)" in said
+    assert f"or --own-texts {lacking}" in said
+    assert samples == 18  # at most twice as many as were given
+    said, samples = calibrated("--own-texts", 0)
+    assert f"let the model write some: --own-texts {lacking}" in said
+    assert samples == 6
+    said, samples = calibrated("--own-texts", lacking)
+    assert "per MLP channel" not in said
+    assert samples == 6 + lacking
 
 
-def test_where_texts_end_early_the_way_out_is_named(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few")
+@pytest.mark.filterwarnings("ignore::corp.errors.CorpWarning")
+def test_own_texts_are_written_for_mlps_that_are_fitted_and_by_models_that_can(tmp_path: Path) -> None:
     opt, texts = hf_folders.opt(tmp_path / "opt"), hf_folders.texts(tmp_path / "texts.jsonl")
-    result = run("calibrate", f"hf:{opt}", "--calib", texts, "--samples", 100_000, "-o", tmp_path / "stats")
-    assert "--own-texts" in result.output
+    options = ("--calib", texts, "--seq-len", 16, "--samples", 6, "--dry-run")
+    assert "18 samples" in content("prune", f"hf:{opt}", *options, "--mlp", 0.5)["what"]
+    assert "6 samples" in content("prune", f"hf:{opt}", *options, "--attn", 0.5)["what"]
+    bert = hf_folders.bert(tmp_path / "bert")
+    assert "6 samples" in content("prune", f"hf:{bert}", *options, "--mlp", 0.5)["what"]
+    analysed = content("analyze", f"hf:{opt}", *options[:-1])
+    assert analysed["samples"] == 6
+    streamed = failure("prune", f"hf:{opt}", *options[:-1], "--mlp", 0.5, "--own-texts", 3, "--stream", "-o", "new")
+    assert "--stream holds one block" in streamed
+
+
+def test_a_dry_run_counts_own_texts_without_writing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opt, texts = hf_folders.opt(tmp_path / "opt"), hf_folders.texts(tmp_path / "texts.jsonl")
+    monkeypatch.setattr(written, "own_texts", lambda *_args, **_more: pytest.fail("texts were written"))
+    options = ("--calib", texts, "--seq-len", 16, "--samples", 6, "--own-texts", 9, "--mlp", 0.5, "--dry-run")
+    result = run("prune", f"hf:{opt}", *options)
+    assert result.exit_code == 0, result.output
+    assert "15 samples" in " ".join(result.output.split())
+    assert "leaves out the writing of 9 texts" in " ".join(result.output.split())
+
+
+def test_texts_that_end_early_are_reported(tmp_path: Path) -> None:
+    opt, texts = hf_folders.opt(tmp_path / "opt"), hf_folders.texts(tmp_path / "texts.jsonl")
+    options = ("--calib", texts, "--samples", 100_000, "--own-texts", 0, "-o", tmp_path / "stats")
+    result = run("calibrate", f"hf:{opt}", *options)
+    assert "not for 100000" in " ".join(result.output.split())

@@ -122,7 +122,7 @@ class Source:
             "Number of images or sequences, drawn by --seed.",
             DATA,
             min=1,
-            show_default="4000 images or documents, 128 packed sequences",
+            show_default="4000 images or documents, 128 packed sequences, or more for wide MLPs",
         ),
     ] = None
     batch_size: BatchSize = None
@@ -132,15 +132,15 @@ class Source:
     max_bad: MaxBad = 0.05
     text: TextOptions = field(default_factory=TextOptions)
     own_texts: Annotated[
-        int,
+        int | None,
         option(
-            "Sequences that a causal language model writes itself, added to --calib. They help where texts are scarce, "
-            "and take as long as generating them.",
+            "Sequences that a causal language model writes itself, added to --calib; 0: none.",
             DATA,
             "--own-texts",
             min=0,
+            show_default="if there are fewer than 32 tokens per MLP channel, at most twice the given ones",
         ),
-    ] = 0
+    ] = None
     images: int = IMAGES  # the default of --samples for images; not an option itself
 
 

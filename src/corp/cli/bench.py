@@ -17,8 +17,8 @@ from corp.adapters.registry import find_sites
 from corp.calibration.batches import placement, run
 from corp.cli import arguments as a
 from corp.cli.console import command, note, show_json, show_table
-from corp.cli.inputs import sequence_length
 from corp.cli.models import CAUSAL, ENCODER, kind_of, load_model, place
+from corp.cli.texts import sequence_length
 from corp.errors import CorpError, ModelError, first_line, warn
 from corp.measure import timing
 from corp.measure.footprint import Sizes, measure_sizes

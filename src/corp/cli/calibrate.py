@@ -41,8 +41,9 @@ def calibrate(
     settings = collection.settings(
         checkpoint_seconds=checkpoint_every, fresh=fresh, offload=offload, device=chosen_device(source.device)
     )
+    fits = offload is None  # the model writes no texts while its weights are on the host
     with workers.launched() as group:
-        _, stats = inputs.calibrated(source, settings=settings, out=out, quiet=group.rank > 0)
+        _, stats = inputs.calibrated(source, settings=settings, out=out, quiet=group.rank > 0, fits=fits)
         if group.rank > 0:
             return
     if json:

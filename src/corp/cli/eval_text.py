@@ -13,7 +13,7 @@ from corp.calibration.batches import placement, without_cache
 from corp.cli import models as m
 from corp.cli.console import note, progress, show_table
 from corp.cli.evaluation import Evaluated, Evaluation, ModelScores, known_of
-from corp.cli.inputs import sequence_length, sequences_per_batch
+from corp.cli.texts import sequence_length, sequences_per_batch
 from corp.data import sts, text
 from corp.errors import DataError
 from corp.evaluate.language import NextTokens

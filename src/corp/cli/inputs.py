@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import Counter
 from contextlib import suppress
@@ -16,27 +15,24 @@ from corp import __version__
 from corp.adapters.registry import find_sites
 from corp.api import calibrate
 from corp.calibration.batches import placement, without_cache
-from corp.calibration.settings import ENOUGH_PER_CHANNEL, Settings
+from corp.calibration.settings import Settings
 from corp.calibration.statistics import Statistics
 from corp.cli import models
 from corp.cli.arguments import Source
 from corp.cli.console import Console, note, progress
-from corp.data import text, written
+from corp.cli.texts import calibration_texts, channels_to_fit
 from corp.data.images import SUFFIXES, ImageBatches, choose, list_images, open_image
+from corp.data.text import TextBatches
 from corp.errors import DataError, warn
 from corp.io.observer import SILENT
 from corp.measure.cost import count_params
 from corp.planning.widths import require_prunable
 from corp.recipe import Recipe
-from corp.sites import Sites
-from corp.steps.allocation.search import TOKENS_PER_CHANNEL
 
-DOCUMENTS = 4000  # unless --samples is given
 IMAGE_BATCH = 32
 FEW_IMAGES = 64  # below this, a fit of some hundred channels overfits the sample
 LABELS = 32  # the most colours of a label map; a photograph has more
 LABEL_FILES = frozenset({".txt", ".xml", ".json", ".csv", ".tsv", ".mat", ".npy", ".yaml", ".yml"})
-LOGITS = 1 << 27  # per batch of a language model: half a gigabyte in float32
 
 
 def opened(
@@ -60,13 +56,15 @@ def calibrated(
     out: Path | None = None,
     quiet: bool = False,
     model: nn.Module | None = None,
+    fits: bool = False,
 ) -> tuple[nn.Module, Statistics]:
     """The model and its statistics over the calibration data; a recipe that it cannot satisfy is refused before.
 
-    `model` is the source's, if it was loaded already.
+    `model` is the source's, if it was loaded already. `fits`: MLPs are to be fitted on these statistics, so there
+    should be enough tokens.
     """
     model = opened(source, recipe, settings) if model is None else model
-    batches = batches_of(model, source)
+    batches = batches_of(model, source, channels_to_fit(model, recipe) if fits else 0)
     if not quiet:
         note(f"calibrating {described(source, model)} on {amount(batches)} of {', '.join(map(str, source.calib))}")
     watch = SILENT if quiet else Console()
@@ -127,8 +125,8 @@ def amount(batches: Any) -> str:
     return f"{batches.samples} images" if tokens is None else f"{batches.samples} sequences ({tokens} tokens)"
 
 
-def batches_of(model: nn.Module, source: Source) -> ImageBatches | text.TextBatches:
-    """The data of --calib, drawn by the seed, as batches that the model takes."""
+def batches_of(model: nn.Module, source: Source, channels: int = 0, *, dry: bool = False) -> ImageBatches | TextBatches:
+    """The data of --calib, drawn by the seed, as batches that the model takes; `channels` and `dry` concern texts."""
     with progress("reading the list of samples", None, ""):
         kind = models.kind_of(model)
         if kind == models.IMAGE:
@@ -138,9 +136,7 @@ def batches_of(model: nn.Module, source: Source) -> ImageBatches | text.TextBatc
             warn_of_odd_images(chosen)
             return ImageBatches(chosen, transform, batch_size=size, max_bad=source.max_bad)
         refuse_other(kind, model)
-        pack = kind == models.CAUSAL if source.text.pack is None else source.text.pack
-        texts = text_batches(model, source, pack=pack)
-    return with_own_texts(model, source, texts)
+    return calibration_texts(model, source, channels, dry=dry)
 
 
 def refuse_other(kind: str, model: nn.Module) -> None:
@@ -175,63 +171,3 @@ def warn_of_odd_images(paths: list[Path]) -> None:
                 f"the images in {paths[0].parent} have at most {LABELS} colours each, as label maps do; "
                 "--calib takes the photographs themselves"
             )
-
-
-def text_batches(model: nn.Module, source: Source, *, pack: bool) -> text.TextBatches:
-    """Sequences of the texts, drawn by seed: packed, or one document each."""
-    tokenizer = models.tokenizer_of(source.model, source.text.tokenizer)
-    length = sequence_length(model, tokenizer, source.text.seq_len)
-    wanted = source.samples or (text.SAMPLES if pack else DOCUMENTS)
-    make = text.packed if pack else text.one_per_document
-    batches = make(
-        source.calib,
-        tokenizer,
-        length=length,
-        samples=wanted,
-        seed=source.seed,
-        field=source.text.field,
-        chat=source.text.chat,
-        batch_size=source.batch_size or (sequences_per_batch(tokenizer, length) if pack else None),
-    )
-    if batches.samples < wanted and (pack or source.samples):
-        more = f"; --own-texts {wanted - batches.samples} lets the model write the others" if pack else ""
-        note(f"the text is enough for {batches.samples} sequences ({batches.tokens} tokens), not for {wanted}{more}")
-    return batches
-
-
-def with_own_texts(model: nn.Module, source: Source, batches: text.TextBatches) -> text.TextBatches:
-    """The texts of --calib and those that the model writes itself, if requested."""
-    if not source.own_texts:
-        return batches
-    with progress("writing texts", source.own_texts, "sequences") as advance:
-        return written.with_own_texts(model, batches, source.own_texts, seed=source.seed, advance=advance)
-
-
-def few_texts(model: nn.Module, source: Source, batches: Any, sites: Sites) -> str | None:
-    """Advice to let the model write texts, if there are too few for exact elimination; otherwise None."""
-    width = max((site.width for site in sites.mlp), default=0)
-    if not isinstance(batches, text.TextBatches) or batches.tokens >= TOKENS_PER_CHANNEL * width:
-        return None
-    each = batches.tokens / batches.samples
-    if each <= written.PROMPT or models.kind_of(model) != models.CAUSAL:
-        return None
-    more = source.own_texts + math.ceil((ENOUGH_PER_CHANNEL * width - batches.tokens) / each)
-    return (
-        f"{batches.tokens} tokens are {batches.tokens / width:.0f} per MLP channel; with fewer than "
-        f"{TOKENS_PER_CHANNEL}, a fit follows these texts. Give more, or let the model write some: --own-texts {more}"
-    )
-
-
-def sequences_per_batch(tokenizer: Any, length: int) -> int:
-    """How many sequences fit in a batch, given limits on its tokens and on its logits."""
-    return max(1, min(text.TOKENS_PER_BATCH, LOGITS // max(1, len(tokenizer))) // length)
-
-
-def sequence_length(model: nn.Module, tokenizer: Any, wanted: int | None) -> int:
-    """The requested length, otherwise the paper's 2048; at most the model's context."""
-    from corp.adapters import hf_models
-
-    context = hf_models.context_length(model, tokenizer)
-    if wanted is not None and context is not None and wanted > context:
-        raise DataError(f"--seq-len {wanted} is more than the model's context of {context} tokens")
-    return wanted or min(text.LENGTH, context or text.LENGTH)

@@ -42,7 +42,7 @@ def plan(
         raise PlanError("--min-agreement is measured while pruning: use corp prune, or give a target")
     settings = collection.settings()
     if stats is None:
-        dense, statistics = inputs.calibrated(source, recipe=recipe, settings=settings)
+        dense, statistics = inputs.calibrated(source, recipe=recipe, settings=settings, fits=True)
     else:
         dense, statistics = inputs.opened(source, recipe), Statistics.load(stats)
     watch = DeploymentWatch(source, dense, deployment, settings)

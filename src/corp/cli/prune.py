@@ -104,6 +104,7 @@ def prune(
     from corp.cli import inputs
     from corp.cli.deployment import DeploymentWatch, content_of, show_shift
     from corp.cli.models import as_stored
+    from corp.cli.texts import channels_to_fit
     from corp.storage.export.possible import Exports
 
     settings = collection.settings()
@@ -130,7 +131,7 @@ def prune(
 
         batches, forward = used_with(source, dense, head, image_size)
     elif known is None:
-        batches = inputs.batches_of(dense, source)
+        batches = inputs.batches_of(dense, source, channels_to_fit(dense, recipe), dry=out is None or dry_run)
     origin = None if known else inputs.origin_of(source, dense, batches)
     if out is None or dry_run:
         made = api.estimate(dense, batches, recipe, stats=known, forward=forward, settings=settings, origin=origin)
@@ -141,8 +142,6 @@ def prune(
     inputs.warn_of_little_space(out, dense)
 
     def tell(sites: Sites) -> Iterator[str]:
-        if (advice := inputs.few_texts(dense, source, batches, sites)) is not None:
-            yield advice
         with suppress(CorpError):  # a model that cannot be exported can still be pruned
             yield told(exports or Exports(dense, sites), recipe)
 
@@ -219,6 +218,8 @@ def _prune_streamed(source: a.Source, recipe: Recipe, settings: Settings, out: P
     from corp.storage.streamed.presence import open_folder
     from corp.storage.streamed.prune import estimate_opened, prune_opened
 
+    if source.own_texts:
+        raise DataError("--own-texts needs the whole model, and --stream holds one block at a time")
     if source.weights is not None:
         raise ModelError("--stream reads the weights beside the config in the model's folder: leave --weights out")
     dtype = None if source.dtype == "auto" else DTYPES[source.dtype]

@@ -22,6 +22,7 @@ from corp.cli.evaluation import Evaluation
 from corp.cli.expand import expanded
 from corp.cli.inputs import batches_of, origin_of, refuse_other, tell_skipped
 from corp.cli.models import IMAGE, chosen_device, kind_of, load_model, place, tokenizer_of
+from corp.cli.texts import channels_to_fit
 from corp.errors import DataError, RecipeError
 from corp.evaluate import sweep as sweeping
 from corp.evaluate.classify import Score
@@ -99,7 +100,7 @@ def sweep(
     )  # fmt: skip
     judge = _judge(dense, source, asked) if data else None
     found = Statistics.load(stats) if stats else None
-    batches = None if found else batches_of(dense, source)
+    batches = None if found else batches_of(dense, source, 0 if calib_sizes else channels_to_fit(dense))
     sizes = _numbers(calib_sizes, int, "--calib-sizes") if calib_sizes else [batches.samples if batches else 0]
     if batches:
         sweeping.check_sizes(sizes, batches.samples)

@@ -42,6 +42,22 @@ def with_own_texts(
     )
 
 
+def can_write(model: nn.Module, batches: TextBatches) -> bool:
+    """Whether the model generates text, and some given text is long enough to be continued."""
+    return _generates(model) and any(span.end - span.start > PROMPT for span in batches.spans)
+
+
+def stand_ins(batches: TextBatches, count: int) -> TextBatches:
+    """As many sequences as with `count` own texts, for an estimate: given ones are repeated instead."""
+    longest = max(batches.spans, key=lambda span: span.end - span.start)
+    return replace(batches, spans=_mixed(batches.spans, [longest] * count))
+
+
+def _generates(model: nn.Module) -> bool:
+    can_generate: Any = getattr(model, "can_generate", lambda: False)
+    return bool(can_generate())
+
+
 def own_texts(
     model: nn.Module,
     given: Sequence[Tensor],
@@ -55,8 +71,7 @@ def own_texts(
 
     The same seed gives the same texts on the same machine; torch's own generator is not changed.
     """
-    can_generate: Any = getattr(model, "can_generate", lambda: False)
-    if not can_generate():
+    if not _generates(model):
         raise ModelError(f"{type(model).__name__} does not generate text, so it cannot write calibration texts")
     draw, device = random.Random(seed), placement(model)[0]
     prompts = torch.stack([_prompt(draw.choice(given), draw) for _ in range(count)])  # (count, PROMPT)
