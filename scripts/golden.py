@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import corp
+from corp.calibration.moments import mirrored
 from corp.calibration.statistics import Statistics
 from corp.errors import CorpWarning
 from corp.recipe import Recipe
@@ -67,9 +68,9 @@ def digests(state: dict[str, Tensor]) -> dict[str, str]:
 
 
 def sums_of(stats: Statistics) -> dict[str, Tensor]:
-    """All tensors of the statistics, by site and field."""
+    """All tensors of the statistics, by site and field; products whole, of which only the upper triangle counts."""
     return {
-        f"{name}/{part}/{key}": value
+        f"{name}/{part}/{key}": mirrored(value.clone()) if key == "outer" else value
         for name in stats.sums
         for part in ("fit", "held")
         for key, value in vars(getattr(stats.sums[name], part)).items()
