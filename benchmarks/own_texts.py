@@ -60,7 +60,9 @@ def main() -> None:
     if not assets:
         sys.exit("CORP_ASSETS is not set: this benchmark needs texts")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--own", type=int, default=2 * GIVEN, help="sequences that the model writes; corp prune takes 80")
+    parser.add_argument(
+        "--own", type=int, default=2 * GIVEN, help="sequences that the model writes; corp prune takes 80"
+    )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     args = parser.parse_args()
     torch.set_num_threads(1)

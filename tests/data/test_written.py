@@ -107,6 +107,7 @@ def test_the_command_calibrates_on_both(tmp_path: Path) -> None:
     bert = hf_folders.bert(tmp_path / "bert")
     options = ("--calib", texts, "--mlp", 0.5, "--own-texts", 4, "-o", tmp_path / "out")
     assert "does not generate text" in failure("prune", f"hf:{bert}", *options)
+    assert "does not generate text" in failure("prune", f"hf:{bert}", *options, "--dry-run")
 
 
 @pytest.mark.usefixtures("few")

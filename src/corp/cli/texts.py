@@ -68,7 +68,7 @@ def calibration_texts(model: nn.Module, source: Source, channels: int = 0, *, dr
         own = _for_few(model, source, batches, channels)
     if not own:
         return batches
-    if dry:
+    if dry and written.can_write(model, batches):
         note(f"the estimate leaves out the writing of {own} texts: about twice a forward pass over them")
         return written.stand_ins(batches, own)
     with progress("writing texts", own, "sequences") as advance:
@@ -90,7 +90,7 @@ def _for_few(model: nn.Module, source: Source, batches: text.TextBatches, channe
             note(f"{few}. Give more, or let the model write some: --own-texts {lacking}")
         return source.own_texts
     own = min(lacking, OWN_PER_GIVEN * batches.samples)
-    more = f". Better give more texts, or --own-texts {lacking}" if own < lacking else ""
+    more = f"; if you can, give more texts, or --own-texts {lacking}" if own < lacking else ""
     note(f"{few}, so the model writes {own} itself (--own-texts 0 turns that off){more}")
     return own
 
