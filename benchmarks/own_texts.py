@@ -51,7 +51,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         f"{markdown_table(head, rows)}\n\nPerplexity on 24 x 512 tokens each. The given texts are the first {GIVEN} "
         "sequences of 512 tokens of C4, as in smollm2.md, where the rows without own texts come from "
         "(the default's at that time); rows of 40 and 120 own texts are older than those of 80, which `corp prune` "
-        "takes unasked. Own texts have 512 tokens, drawn at temperature 1 behind eight tokens of a given one (`corp.data.written`, `--own-texts`).\n"
+        "takes unasked. Own texts have 512 tokens, drawn at temperature 1 behind eight tokens of a given one "
+        "(`corp.data.written`, `--own-texts`).\n"
     )
 
 
