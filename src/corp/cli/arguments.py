@@ -138,7 +138,7 @@ class Source:
             DATA,
             "--own-texts",
             min=0,
-            show_default="if there are fewer than 32 tokens per MLP channel, at most twice the given ones",
+            show_default="0; if texts are few, prune, plan, calibrate and sweep take up to twice the given number",
         ),
     ] = None
     images: int = IMAGES  # the default of --samples for images; not an option itself

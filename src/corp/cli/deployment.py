@@ -43,7 +43,7 @@ class DeploymentWatch(Console):
     def calibrated(self, stats: Statistics) -> Statistics:
         self.stats = stats
         if self.deployment.deploy_data:
-            there = replace(self.source, calib=self.deployment.deploy_data, own_texts=None)
+            there = replace(self.source, calib=self.deployment.deploy_data, own_texts=0)
             self.seen = calibrated(there, settings=self.settings, model=self.dense)[1]
             self.stats = stats + self.seen if self.deployment.mix_deploy else stats
         return self.stats

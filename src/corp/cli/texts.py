@@ -29,9 +29,11 @@ def channels_to_fit(model: nn.Module, recipe: Recipe | None = None) -> int:
     """
     if models.kind_of(model) != models.CAUSAL:
         return 0
+    with progress("finding what can be pruned", None, ""):
+        sites = find_sites(model)
     pruned = [
         site
-        for site in find_sites(model).mlp
+        for site in sites.mlp
         if recipe is None
         or (not recipe.skips(site.name) and (recipe.has_target or recipe.sparsity(site.kind, site.name) > 0))
     ]
